@@ -1,0 +1,107 @@
+// Pointers into the shared and engine-owned memory of one engine, computed once from its Config.
+#pragma once
+
+#include "abi.hpp"
+
+namespace blink {
+
+struct RingMemory {
+  FrontEndLine* front_end;
+  GpuLine* gpu;
+  uint64_t* sq;
+  Slot* slots;
+  int32_t* arena;
+  Event* cq;
+};
+
+struct Context {
+  const Config* config;
+  ControlLine* control;
+  StatusLine* status;
+  uint8_t* rings_base;
+  RingLayout ring_layout;
+  // State
+  StateHeader* head;
+  RingState* rings;
+  Request* requests;
+  uint32_t* running;
+  uint32_t* row_stack;
+  uint32_t* block_tables;
+  Page* pages;
+  uint32_t* free_list;
+  uint32_t* quarantine;
+  int32_t* tokens;
+  // Log and plan
+  LogEntry* log;
+  PlanHeader* plan;
+  PlanRow* plan_rows;
+  int32_t* plan_token_ids;
+  int32_t* plan_positions;
+  int64_t* plan_kv_slots;
+  StepResult* results;
+
+  BLINK_FN RingMemory ring(uint32_t index) const {
+    uint8_t* base = rings_base + uint64_t(index) * ring_layout.nbytes;
+    return {reinterpret_cast<FrontEndLine*>(base + ring_layout.front_end),
+            reinterpret_cast<GpuLine*>(base + ring_layout.gpu),
+            reinterpret_cast<uint64_t*>(base + ring_layout.sq),
+            reinterpret_cast<Slot*>(base + ring_layout.slots),
+            reinterpret_cast<int32_t*>(base + ring_layout.arena),
+            reinterpret_cast<Event*>(base + ring_layout.cq)};
+  }
+  BLINK_FN uint32_t request_index(uint32_t ring, uint32_t slot) const { return ring * config->slots + slot; }
+  BLINK_FN uint32_t ring_of(uint32_t request) const { return request / config->slots; }
+  BLINK_FN uint32_t slot_of(uint32_t request) const { return request % config->slots; }
+  BLINK_FN int32_t* tokens_of(uint32_t request) const { return tokens + uint64_t(request) * config->max_len; }
+  BLINK_FN uint32_t* table_of(uint32_t row) const { return block_tables + uint64_t(row) * config->max_pages; }
+};
+
+// `shared` holds the control region and then the rings; the others are engine-owned regions.
+BLINK_FN Context make_context(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan) {
+  Context c{};
+  const ControlLayout cl = control_layout(*reinterpret_cast<Config*>(shared));
+  c.config = reinterpret_cast<Config*>(shared + cl.config);
+  c.control = reinterpret_cast<ControlLine*>(shared + cl.control);
+  c.status = reinterpret_cast<StatusLine*>(shared + cl.status);
+  c.rings_base = shared + cl.nbytes;
+  c.ring_layout = ring_layout(*c.config);
+  const StateLayout s = state_layout(*c.config);
+  c.head = reinterpret_cast<StateHeader*>(state + s.header);
+  c.rings = reinterpret_cast<RingState*>(state + s.rings);
+  c.requests = reinterpret_cast<Request*>(state + s.requests);
+  c.running = reinterpret_cast<uint32_t*>(state + s.running);
+  c.row_stack = reinterpret_cast<uint32_t*>(state + s.row_stack);
+  c.block_tables = reinterpret_cast<uint32_t*>(state + s.block_tables);
+  c.pages = reinterpret_cast<Page*>(state + s.pages);
+  c.free_list = reinterpret_cast<uint32_t*>(state + s.free_list);
+  c.quarantine = reinterpret_cast<uint32_t*>(state + s.quarantine);
+  c.tokens = reinterpret_cast<int32_t*>(state + s.tokens);
+  const LogLayout l = log_layout(*c.config);
+  c.log = reinterpret_cast<LogEntry*>(log + l.entries);
+  const PlanLayout p = plan_layout(*c.config);
+  c.plan = reinterpret_cast<PlanHeader*>(plan + p.header);
+  c.plan_rows = reinterpret_cast<PlanRow*>(plan + p.rows);
+  c.plan_token_ids = reinterpret_cast<int32_t*>(plan + p.token_ids);
+  c.plan_positions = reinterpret_cast<int32_t*>(plan + p.positions);
+  c.plan_kv_slots = reinterpret_cast<int64_t*>(plan + p.kv_slots);
+  c.results = reinterpret_cast<StepResult*>(plan + p.results);
+  return c;
+}
+
+// Appends to the event log; the index never waits, so a reader that falls behind sees a counted gap.
+BLINK_FN void log_event(const Context& c, LogLevel level, LogKind kind, uint32_t ring, uint32_t slot,
+                        uint32_t generation, uint32_t a, uint32_t b, uint32_t d) {
+  if (c.config->log_level < uint32_t(level)) return;
+  LogEntry& e = c.log[c.head->log_tail & (c.config->log_entries - 1)];
+  e.step = c.head->step;
+  e.kind = uint16_t(kind);
+  e.ring = uint16_t(ring);
+  e.slot = slot;
+  e.generation = generation;
+  e.a = a;
+  e.b = b;
+  e.c = d;
+  ++c.head->log_tail;
+}
+
+}  // namespace blink

@@ -1,0 +1,31 @@
+// GPU entry points of the scheduler: one block of threads runs the same source as the host thread.
+// Compiled by NVRTC for sm_80, sm_90a and sm_100 in CI, so that the shared headers stay GPU source. The runtime that
+// launches them belongs to the `gpu` rig.
+#include "scheduler.hpp"
+
+using namespace blink;
+
+extern "C" __global__ void blink_init(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan) {
+  const Context c = make_context(shared, state, log, plan);
+  if (threadIdx.x == 0) init_state(c);
+}
+
+// `launch` receives 1 if a step is to be launched.
+extern "C" __global__ void blink_boundary(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan,
+                                          uint32_t* launch) {
+  __shared__ Scratch scratch;
+  __shared__ unsigned long long cell;
+  BlockGroup group(scratch, cell);
+  const Context c = make_context(shared, state, log, plan);
+  const bool go = step_boundary(c, group);
+  if (threadIdx.x == 0) *launch = go ? 1 : 0;
+}
+
+extern "C" __global__ void blink_poll(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint32_t* taken) {
+  __shared__ Scratch scratch;
+  __shared__ unsigned long long cell;
+  BlockGroup group(scratch, cell);
+  const Context c = make_context(shared, state, log, plan);
+  const uint32_t n = poll_rings(c, group);
+  if (threadIdx.x == 0) *taken = n;
+}

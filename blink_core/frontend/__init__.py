@@ -1,0 +1,1 @@
+"""The front end: OpenAI API, tokeniser and ring client (design section 8)."""

@@ -1,0 +1,269 @@
+"""Front-end side of one ring: publishes submissions and cancels, consumes events, returns credits (design 3)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blink_core.abi.config import EngineConfig
+from blink_core.abi.definition import (
+    GENERATION_BITS,
+    SEQ_BITS,
+    SQ_GENERATION_SHIFT,
+    SQ_OP_SHIFT,
+    SQ_SLOT_SHIFT,
+)
+from blink_core.abi.dtypes import EVENT, SLOT, Array
+from blink_core.abi.enums import EventKind, Op, SlotFlag
+from blink_core.abi.params import SamplingParams
+from blink_core.transport.checksum import seal_slot, words_checksum
+from blink_core.transport.interface import Transport, TransportTimeout, deadline_after
+
+TERMINAL = (EventKind.FINISH, EventKind.ERROR)
+_GENERATIONS = 1 << GENERATION_BITS
+
+
+class RingFull(Exception):
+    """No slot, queue entry or arena space at the moment; says which and how many are in use."""
+
+
+class ProtocolError(Exception):
+    """The engine broke the ring protocol, e.g. an event out of sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """One accepted request: its slot, the slot's generation, and its submission-queue index."""
+
+    slot: int
+    generation: int
+    sq_index: int
+
+
+def sq_word(index: int, op: int, slot: int, generation: int) -> int:
+    """The 8-byte submission entry at `index`."""
+    seq = (index + 1) & ((1 << SEQ_BITS) - 1)
+    return seq | op << SQ_OP_SHIFT | slot << SQ_SLOT_SHIFT | generation << SQ_GENERATION_SHIFT
+
+
+class RingClient:
+    """Single front end of one ring. Methods may be called from any thread; only one thread polls."""
+
+    def __init__(self, transport: Transport, config: EngineConfig, *, io_timeout: float = 5.0) -> None:
+        self.config = config
+        self._transport = transport
+        layout = config.layouts()["Ring"]
+        if transport.nbytes < layout.nbytes:
+            raise ProtocolError(f"ring has {transport.nbytes} bytes, its layout needs {layout.nbytes}")
+        self._at = {name: section.offset for name, section in layout.sections.items()}
+        self._io_timeout = io_timeout
+        self._lock = threading.Lock()
+        self._generation = [0] * config.slots
+        self._free = deque(range(config.slots))
+        self._live: dict[tuple[int, int], Handle] = {}
+        self._sq_tail = 0
+        self._cq_head = 0
+        self._lease = 0
+        # Extents in use, oldest first: (submission index, start). The arena is a circular buffer of tokens.
+        self._extents: deque[tuple[int, int]] = deque()
+        self._arena_next = 0
+
+    # ---- transport helpers
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._transport.post_write(offset, data)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        return self._transport.wait(self._transport.post_read(offset, nbytes), deadline_after(self._io_timeout))
+
+    def _word(self, section: str, field: int) -> int:
+        return int.from_bytes(self._read(self._at[section] + 8 * field, 8), "little")
+
+    def _set_word(self, section: str, field: int, value: int) -> None:
+        self._write(self._at[section] + 8 * field, value.to_bytes(8, "little"))
+
+    # ---- life cycle
+
+    def attach(self, timeout: float = 10.0) -> int:
+        """Takes the ring over with a new epoch; requests of the previous front end are dropped by the engine.
+
+        Returns the epoch. Raises TransportTimeout if the engine does not acknowledge it in time.
+        """
+        epoch = self._word("front_end", 0) + 1
+        # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
+        self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
+        self._set_word("front_end", 2, 0)
+        self._set_word("front_end", 0, epoch)
+        deadline = deadline_after(timeout)
+        seen = self._word("gpu", 0)
+        while seen != epoch:
+            left = deadline - deadline_after(0)
+            if left <= 0:
+                raise TransportTimeout(f"engine did not acknowledge epoch {epoch} within {timeout} s (it shows {seen})")
+            seen = self._transport.wait_word(self._at["gpu"], seen, left)
+        return epoch
+
+    def engine_words(self) -> tuple[int, int]:
+        """(heartbeat, EngineState) as the scheduler last published them."""
+        return self._word("gpu", 3), self._word("gpu", 4)
+
+    @property
+    def live(self) -> int:
+        """Requests submitted whose terminal event has not been polled."""
+        return len(self._live)
+
+    # ---- submission
+
+    def _reserve_extent(self, tokens: int) -> int:
+        head = self._word("gpu", 1)
+        while self._extents and self._extents[0][0] < head:
+            self._extents.popleft()
+        size = self.config.arena_tokens
+        if not self._extents:
+            self._arena_next = 0
+            if tokens <= size:
+                return 0
+            raise RingFull(f"prompt of {tokens} tokens is larger than the arena of {size}")
+        oldest = self._extents[0][1]
+        at = self._arena_next
+        if at >= oldest:
+            if size - at >= tokens:
+                return at
+            at = 0
+        # One token stays free, so that a full arena is not mistaken for an empty one.
+        if oldest - at > tokens:
+            return at
+        raise RingFull(f"arena of {size} tokens has no room for {tokens}")
+
+    def _sq_space(self) -> int:
+        return self.config.sq_entries - (self._sq_tail - self._word("gpu", 1))
+
+    def submit(self, prompt: Sequence[int] | Array, params: SamplingParams, *, tag: int = 0) -> Handle:
+        """Publishes one request: prompt, descriptor, then entry. "Accepted" means this returned.
+
+        prompt: token ids, int32. Raises RingFull when there is no slot, entry or arena space, ValueError for values
+        that the descriptor cannot hold; everything else is judged by the engine.
+        """
+        tokens = np.asarray(prompt, dtype=np.int64)
+        if tokens.ndim != 1:
+            raise ValueError(f"prompt has shape {tokens.shape}, must be one-dimensional")
+        if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
+            raise ValueError(f"prompt holds ids from {tokens.min()} to {tokens.max()}, beyond 32 bits")
+        slot = np.zeros(1, SLOT)
+        slot["prompt_len"] = tokens.size
+        self._fill(slot, params)
+        slot["tag"] = tag
+        return self.submit_slot(slot, tokens.astype("<i4"))
+
+    @staticmethod
+    def _fill(slot: Array, params: SamplingParams) -> None:
+        limits = {"max_tokens": 32, "seed": 64, "choice": 32}
+        for name, bits in limits.items():
+            value = getattr(params, name)
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} is {value}, must be from 0 to {(1 << bits) - 1}")
+            slot[name] = value
+        slot["temperature"], slot["top_p"] = params.temperature, params.top_p
+        slot["flags"] = SlotFlag.IGNORE_EOS if params.ignore_eos else 0
+        stops = params.stop_token_ids
+        room = slot["stop_ids"].shape[1]
+        if len(stops) > room:
+            raise ValueError(f"{len(stops)} stop token ids, at most {room}")
+        slot["n_stop"] = len(stops)
+        slot["stop_ids"][0, : len(stops)] = stops
+
+    def submit_slot(self, slot: Array, tokens: Array, *, seal: bool = True) -> Handle:
+        """Publishes a prepared descriptor. `submit` uses it; verification uses it to publish malformed ones.
+
+        slot: one-element `Slot` array; generation and prompt_offset are filled in here, and prompt_checksum and
+        checksum too unless `seal` is False. tokens: int32 prompt, written to the arena.
+        """
+        with self._lock:
+            if not self._free:
+                raise RingFull(f"all {self.config.slots} slots are in use")
+            # A cancel of every live request must find room as well.
+            if self._sq_space() <= len(self._live) + 1:
+                raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
+            offset = self._reserve_extent(max(1, tokens.size))
+            index = self._free.popleft()
+            generation = self._generation[index] % (_GENERATIONS - 1) + 1  # never 0
+            self._generation[index] = generation
+            slot["generation"], slot["prompt_offset"] = generation, offset
+            if seal:
+                slot["prompt_checksum"] = words_checksum(tokens) if tokens.size else 0
+                seal_slot(slot)
+            self._write(self._at["arena"] + 4 * offset, tokens.tobytes())
+            self._write(self._at["slots"] + SLOT.itemsize * index, slot.tobytes())
+            self._extents.append((self._sq_tail, offset))
+            self._arena_next = offset + max(1, tokens.size)
+            handle = Handle(index, generation, self._sq_tail)
+            self._live[index, generation] = handle
+            self._publish(Op.SUBMIT, index, generation)
+            return handle
+
+    def _publish(self, op: Op, slot: int, generation: int) -> None:
+        at = self._at["sq"] + 8 * (self._sq_tail & (self.config.sq_entries - 1))
+        self._write(at, sq_word(self._sq_tail, op, slot, generation).to_bytes(8, "little"))
+        self._sq_tail += 1
+
+    def cancel(self, handle: Handle) -> None:
+        """Asks for the end of a request; its terminal event still comes. Raises RingFull if the queue is full."""
+        with self._lock:
+            if (handle.slot, handle.generation) not in self._live:
+                return
+            if self._sq_space() < 1:
+                raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
+            self._publish(Op.CANCEL, handle.slot, handle.generation)
+
+    def renew_lease(self) -> None:
+        """Tells the engine that this front end lives."""
+        self._lease += 1
+        self._set_word("front_end", 1, self._lease)
+
+    # ---- completion
+
+    def poll(self, timeout: float, *, consume: bool = True) -> Array:
+        """Events published since the last call, as an `Event` array, waiting up to `timeout` seconds for the first.
+
+        The tail is read before the events, and credits go back after they have been copied. `consume=False` keeps
+        the credits until `release_credits`, so that a test can be a slow front end. Raises ProtocolError on an event
+        out of sequence.
+        """
+        tail = self._transport.wait_word(self._at["gpu"] + 16, self._cq_head, timeout)
+        count = tail - self._cq_head
+        if count == 0:
+            return np.zeros(0, EVENT)
+        if not 0 < count <= self.config.cq_entries:
+            raise ProtocolError(
+                f"completion tail {tail} is not within {self.config.cq_entries} of head {self._cq_head}"
+            )
+        size, first = self.config.cq_entries, self._cq_head & (self.config.cq_entries - 1)
+        part = min(count, size - first)
+        raw = self._read(self._at["cq"] + EVENT.itemsize * first, EVENT.itemsize * part)
+        if part < count:
+            raw += self._read(self._at["cq"], EVENT.itemsize * (count - part))
+        events = np.frombuffer(raw, EVENT)
+        expected = np.arange(self._cq_head + 1, tail + 1, dtype=np.uint64)
+        if not np.array_equal(events["seq"], expected):
+            at = int(np.flatnonzero(events["seq"] != expected)[0])
+            raise ProtocolError(f"event {int(expected[at])} carries sequence number {int(events['seq'][at])}")
+        self._cq_head = tail
+        if consume:
+            self.release_credits()
+        with self._lock:
+            for event in events[np.isin(events["kind"], TERMINAL)]:
+                key = (int(event["slot"]), int(event["generation"]))
+                if self._live.pop(key, None) is not None:
+                    self._free.append(key[0])
+        return events
+
+    def release_credits(self) -> None:
+        """Returns the credits of all events polled so far."""
+        self._set_word("front_end", 2, self._cq_head)
+
+    def close(self) -> None:
+        self._transport.close()

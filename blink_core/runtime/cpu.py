@@ -1,0 +1,138 @@
+"""Host runtime: engine memory, the native scheduler thread, and the model step as its callback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from blink_core import _native
+from blink_core.abi.config import EngineConfig
+from blink_core.abi.definition import STRUCTS
+from blink_core.abi.dtypes import Array
+from blink_core.abi.enums import StepStatus
+from blink_core.runtime.memory import OwnedMemory
+from blink_core.transport.shm import Segment
+
+log = logging.getLogger("blink.runtime")
+
+_STATUS = next(s for s in STRUCTS if s.name == "StatusLine").offsets()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, as zero-copy views; valid until the callback returns.
+
+    rows: PlanRow[R]. token_ids, positions: int32[T]. kv_slots: int64[T]. block_tables: uint32[R, P] page ids, P the
+    longest table of the step. results: StepResult[R], to be filled for rows with `sample` set.
+    """
+
+    step: int
+    rows: Array
+    token_ids: Array
+    positions: Array
+    kv_slots: Array
+    block_tables: Array
+    results: Array
+
+
+ModelStep = Callable[[Plan], None]
+
+
+class CpuRuntime:
+    """Owns an engine's memory and scheduler thread. `serve` runs the model step on the calling thread."""
+
+    def __init__(self, config: EngineConfig, segment_name: str) -> None:
+        """Creates shared memory `segment_name` and starts from zeroed state. Raises TransportError if it cannot."""
+        self.config = config
+        self.layouts = config.layouts()
+        self.segment = Segment(segment_name, config.shared_nbytes())
+        self.segment.buffer[: config.pack().nbytes] = config.pack().tobytes()
+        self.state = OwnedMemory("state", self.layouts["State"].nbytes)
+        self.log = OwnedMemory("log", self.layouts["Log"].nbytes)
+        self.plan = OwnedMemory("plan", self.layouts["Plan"].nbytes)
+        self.scheduler = _native.Scheduler(
+            self.segment.address, self.state.address, self.log.address, self.plan.address
+        )
+        self.scheduler.init()
+        self._plan_views = self.layouts["Plan"].views(self.plan.buffer)
+        tables = self.layouts["State"].view(self.state.buffer, "block_tables")
+        self._tables = tables.reshape(config.max_rows, config.max_pages)
+        self._control = self.segment.address + self.layouts["Control"].sections["control"].offset
+        self._status = self.segment.address + self.layouts["Control"].sections["status"].offset
+
+    def request_stop(self) -> None:
+        """Live requests end with ERROR DRAINING; `serve` returns."""
+        _native.store_release(self._control, 1)
+
+    def request_drain(self) -> None:
+        """New requests are refused, live ones finish."""
+        _native.store_release(self._control + 8, 1)
+
+    def status(self, field: str) -> int:
+        """A word of the status line, e.g. 'state'."""
+        return _native.load_acquire(self._status + _STATUS[field])
+
+    def current_plan(self) -> Plan:
+        """Views of the plan that waits."""
+        header = self._plan_views["header"][0]
+        n_rows, n_tokens = int(header["n_rows"]), int(header["n_tokens"])
+        rows = self._plan_views["rows"][:n_rows]
+        width = int(rows["n_pages"].max())
+        return Plan(
+            step=int(header["step"]),
+            rows=rows,
+            token_ids=self._plan_views["token_ids"][:n_tokens],
+            positions=self._plan_views["positions"][:n_tokens],
+            kv_slots=self._plan_views["kv_slots"][:n_tokens],
+            block_tables=self._tables[rows["row"], :width],
+            results=self._plan_views["results"][:n_rows],
+        )
+
+    def serve(self, step: ModelStep, *, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Starts the scheduler thread and runs `step` for every plan until the engine stops.
+
+        A step that raises ends its requests with ERROR MODEL_ERROR and is logged; the engine goes on. `on_tick` is
+        called at least five times a second.
+        """
+        self.scheduler.start()
+        try:
+            while True:
+                on_tick()
+                waiting = self.scheduler.wait_plan(200)
+                if waiting < 0:
+                    return
+                if waiting == 0:
+                    continue
+                self.scheduler.complete(self._run(step))
+        finally:
+            self.scheduler.join()
+
+    def _run(self, step: ModelStep) -> StepStatus:
+        try:
+            step(self.current_plan())
+        except Exception:
+            log.exception("model step failed")
+            return StepStatus.FAILED
+        return StepStatus.OK
+
+    def close(self) -> None:
+        """Stops the scheduler and unlinks the shared memory."""
+        self.scheduler.join()
+        self.segment.close()
+
+
+def noop_step(plan: Plan) -> None:
+    """A model that costs nothing: a fixed function of request and context length. For benchmarks and protocol tests."""
+    results: Any = plan.results
+    results["token"] = (plan.rows["request"] * 31 + plan.rows["context_len"] * 7) % 251
+    results["logprob"] = 0.0
+    results["status"] = StepStatus.OK
+
+
+def poison(pool: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    """Fills a KV pool with NaN, so that reading a row nobody wrote shows at once (design section 5)."""
+    pool.fill(np.nan)

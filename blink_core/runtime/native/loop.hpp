@@ -1,0 +1,180 @@
+// Runs the scheduler in its own thread, without the GIL; the model step is taken by another thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <ctime>
+#include <mutex>
+#include <sys/prctl.h>
+#include <thread>
+
+#include "scheduler.hpp"
+
+namespace blink {
+
+using Clock = std::chrono::steady_clock;
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+// Spins for a while after the last useful work, then sleeps in short naps: latency when busy, a quiet core when idle.
+class Backoff {
+ public:
+  Backoff(std::chrono::microseconds spin, std::chrono::microseconds nap) : spin_(spin), nap_(nap), since_(Clock::now()) {}
+  void reset() { since_ = Clock::now(); }
+  void wait() {
+    if (Clock::now() - since_ < spin_) {
+      relax();
+      return;
+    }
+    const timespec ts{0, long(std::chrono::nanoseconds(nap_).count())};
+    nanosleep(&ts, nullptr);
+  }
+
+ private:
+  std::chrono::microseconds spin_, nap_;
+  Clock::time_point since_;
+};
+
+// One engine's scheduler. `boundary` and `poll` may be called directly (tests, lock-step) while the thread is not running.
+class Scheduler {
+ public:
+  Scheduler(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan)
+      : context_(make_context(shared, state, log, plan)), group_(scratch_) {}
+  ~Scheduler() { join(); }
+
+  void init() { init_state(context_); }
+  bool boundary() { return step_boundary(context_, group_); }
+  uint32_t poll() { return poll_rings(context_, group_); }
+  const Context& context() const { return context_; }
+
+  void start() { thread_ = std::thread([this] { run(); }); }
+
+  void join() {
+    if (!thread_.joinable()) return;
+    store_release(&context_.control->stop_request, 1);
+    thread_.join();
+  }
+
+  // For the model thread: 1 a plan waits, 0 nothing within `timeout`, -1 the scheduler has stopped.
+  int wait_plan(std::chrono::milliseconds timeout) {
+    const auto spin_until = Clock::now() + std::chrono::microseconds(20);
+    while (Clock::now() < spin_until) {
+      if (phase_.load(std::memory_order_acquire) == LAUNCHED) return 1;
+      relax();
+    }
+    std::unique_lock lock(mutex_);
+    launched_.wait_for(lock, timeout, [this] { return phase_.load(std::memory_order_acquire) != IDLE; });
+    const auto phase = phase_.load(std::memory_order_acquire);
+    return phase == LAUNCHED ? 1 : phase == ENDED ? -1 : 0;
+  }
+
+  // The model thread is done with the plan; `status` is a StepStatus for the whole step.
+  void complete(uint32_t status) {
+    context_.plan->status = status;
+    uint32_t expected = LAUNCHED;
+    phase_.compare_exchange_strong(expected, DONE, std::memory_order_acq_rel);
+  }
+
+ private:
+  enum Phase : uint32_t { IDLE, LAUNCHED, DONE, ENDED };
+
+  void set_phase(uint32_t phase) {
+    {
+      const std::lock_guard lock(mutex_);
+      phase_.store(phase, std::memory_order_release);
+    }
+    launched_.notify_all();
+  }
+
+  // Holds at a step boundary while verification reads memory; never for longer than 30 s.
+  void hold_if_asked() {
+    const uint64_t ticket = load_acquire(&context_.control->pause_request);
+    if (ticket == held_) return;
+    held_ = ticket;
+    store_release(&context_.status->pause_ack, ticket);
+    const auto deadline = Clock::now() + std::chrono::seconds(30);
+    while (load_acquire(&context_.control->pause_release) < ticket && Clock::now() < deadline &&
+           load_acquire(&context_.control->stop_request) == 0) {
+      const timespec ts{0, 20000};
+      nanosleep(&ts, nullptr);
+      store_release(&context_.status->heartbeat, context_.status->heartbeat + 1);
+    }
+  }
+
+  void run() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // naps of 20 us would otherwise take 70
+    Backoff idle(std::chrono::microseconds(100), std::chrono::microseconds(20));
+    while (true) {
+      const bool launch = boundary();
+      publish_events(context_);
+      if (EngineState(context_.head->state) == EngineState::STOPPED) break;
+      hold_if_asked();
+      if (!launch) {
+        if (poll() > 0) {
+          idle.reset();
+        } else {
+          idle.wait();
+        }
+        continue;
+      }
+      set_phase(LAUNCHED);
+      Backoff during(std::chrono::microseconds(50), std::chrono::microseconds(20));
+      while (phase_.load(std::memory_order_acquire) != DONE) {
+        if (poll() == 0) during.wait();
+        if (stop_overdue()) break;
+      }
+      phase_.store(IDLE, std::memory_order_release);
+      idle.reset();
+    }
+    set_phase(ENDED);
+  }
+
+  // After a stop request the step in flight gets 10 s to end; then the loop ends without it.
+  bool stop_overdue() {
+    if (load_acquire(&context_.control->stop_request) == 0) return false;
+    if (stop_seen_ == Clock::time_point{}) stop_seen_ = Clock::now();
+    return Clock::now() - stop_seen_ > std::chrono::seconds(10);
+  }
+
+  Context context_;
+  Scratch scratch_{};
+  SoloGroup group_;
+  std::thread thread_;
+  std::mutex mutex_;
+  std::condition_variable launched_;
+  std::atomic<uint32_t> phase_{IDLE};
+  uint64_t held_ = 0;
+  Clock::time_point stop_seen_{};
+};
+
+// Takes `steps` steps with a model that costs nothing and a front end that consumes everything, on the caller's thread.
+// Returns the steps that had work. Used by the benchmark.
+inline uint64_t run_noop(Scheduler& scheduler, uint64_t steps) {
+  const Context& c = scheduler.context();
+  uint64_t done = 0;
+  for (uint64_t i = 0; i < steps; ++i) {
+    if (scheduler.boundary()) {
+      ++done;
+      for (uint32_t r = 0; r < c.plan->n_rows; ++r) {
+        c.results[r].token = int32_t((i + r) % c.config->vocab);
+        c.results[r].logprob = 0.0f;
+        c.results[r].status = uint32_t(StepStatus::OK);
+      }
+    }
+    scheduler.poll();
+    for (uint32_t ring = 0; ring < c.config->rings; ++ring) {
+      const RingMemory m = c.ring(ring);
+      store_release(&m.front_end->cq_head, load_acquire(&m.gpu->cq_tail));
+    }
+  }
+  return done;
+}
+
+}  // namespace blink

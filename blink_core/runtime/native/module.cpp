@@ -1,0 +1,106 @@
+// Python module `blink_core._native`: the host build of the scheduler and the acquire/release words of the rings.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include <map>
+#include <string>
+
+#include "loop.hpp"
+
+namespace nb = nanobind;
+using namespace blink;
+
+#if defined(BLINK_MUTANTS)
+namespace blink {
+uint32_t active_mutant = 0;
+}
+#endif
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+uint64_t checksum(nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words) {
+  uint64_t sum = 0;
+  for (size_t i = 0; i < words.shape(0); ++i) sum += mix_word(words.data()[i], i);
+  return sum;
+}
+
+// Waits until the word at `address` differs from `old`; returns its value, which is `old` after `timeout_us`.
+uint64_t wait_word(uintptr_t address, uint64_t old, uint64_t timeout_us, uint64_t spin_us) {
+  nb::gil_scoped_release release;
+  const uint64_t* word = pointer<const uint64_t>(address);
+  uint64_t value = load_acquire(word);
+  if (value != old) return value;
+  const auto deadline = Clock::now() + std::chrono::microseconds(timeout_us);
+  prctl(PR_SET_TIMERSLACK, 1000UL);
+  Backoff backoff(std::chrono::microseconds(spin_us), std::chrono::microseconds(20));
+  while (Clock::now() < deadline) {
+    value = load_acquire(word);
+    if (value != old) break;
+    backoff.wait();
+  }
+  return value;
+}
+
+template <class Layout>
+uint64_t nbytes(Layout layout) {
+  return layout.nbytes;
+}
+
+// Sizes of the regions as C++ computes them, to be compared with Python's.
+std::map<std::string, uint64_t> region_sizes(nb::bytes config) {
+  if (config.size() != sizeof(Config)) throw nb::value_error("config must be sizeof(Config) bytes");
+  Config c;
+  __builtin_memcpy(&c, config.data(), sizeof c);
+  return {{"Control", nbytes(control_layout(c))},
+          {"Ring", nbytes(ring_layout(c))},
+          {"State", nbytes(state_layout(c))},
+          {"Log", nbytes(log_layout(c))},
+          {"Plan", nbytes(plan_layout(c))}};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Host build of Blink's scheduler and ring words.";
+#if defined(BLINK_MUTANTS)
+  m.attr("mutants") = true;
+  m.def("activate_mutant", [](uint32_t id) { active_mutant = id; }, nb::arg("id"));
+#else
+  m.attr("mutants") = false;
+#endif
+  m.def("load_acquire", [](uintptr_t a) { return load_acquire(pointer<const uint64_t>(a)); }, nb::arg("address"));
+  m.def("store_release", [](uintptr_t a, uint64_t v) { store_release(pointer<uint64_t>(a), v); }, nb::arg("address"),
+        nb::arg("value"));
+  m.def("wait_word", &wait_word, nb::arg("address"), nb::arg("old"), nb::arg("timeout_us"), nb::arg("spin_us") = 50);
+  m.def("checksum", &checksum, nb::arg("words"));
+  m.def("region_sizes", &region_sizes, nb::arg("config"));
+
+  nb::class_<Scheduler>(m, "Scheduler")
+      .def(
+          "__init__",
+          [](Scheduler* self, uintptr_t shared, uintptr_t state, uintptr_t log, uintptr_t plan) {
+            new (self) Scheduler(pointer<uint8_t>(shared), pointer<uint8_t>(state), pointer<uint8_t>(log),
+                                 pointer<uint8_t>(plan));
+          },
+          nb::arg("shared"), nb::arg("state"), nb::arg("log"), nb::arg("plan"))
+      .def("init", &Scheduler::init)
+      .def("boundary", &Scheduler::boundary)
+      .def("poll", &Scheduler::poll)
+      .def("start", &Scheduler::start)
+      .def("join", &Scheduler::join, nb::call_guard<nb::gil_scoped_release>())
+      .def("complete", &Scheduler::complete, nb::arg("status"))
+      .def(
+          "wait_plan",
+          [](Scheduler& self, uint32_t timeout_ms) { return self.wait_plan(std::chrono::milliseconds(timeout_ms)); },
+          nb::arg("timeout_ms"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "run_noop", [](Scheduler& self, uint64_t steps) { return run_noop(self, steps); }, nb::arg("steps"),
+          nb::call_guard<nb::gil_scoped_release>());
+}

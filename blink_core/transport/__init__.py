@@ -1,0 +1,1 @@
+"""One-sided transports between a front end and the memory of its ring (design sections 2 and 3)."""

@@ -1,0 +1,130 @@
+"""Reads a running engine's raw memory for verification: scheduler state, event log and KV pages at step boundaries.
+
+Nothing here asks the engine what it holds: the bytes are read as they lie, through read-only mappings.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from blink_core import _native
+from blink_core.abi.config import EngineConfig
+from blink_core.abi.definition import CONTROL_LINE, STATUS_LINE
+from blink_core.abi.dtypes import Array
+from blink_core.runtime.descriptor import EngineDescriptor
+from blink_core.runtime.memory import MappedMemory
+from blink_core.transport.shm import Segment
+
+_CONTROL, _STATUS = CONTROL_LINE.offsets(), STATUS_LINE.offsets()
+
+
+class EngineUnreachable(RuntimeError):
+    """The engine did not answer in time, or its memory is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """Copies of the scheduler's state at one step boundary; arrays have the dtypes of `abi.definition`.
+
+    requests: Request[rings * slots]. running, free_list, quarantine: uint32, only the valid part. block_tables:
+    uint32[max_rows, max_pages]. pages: Page[pages]. log: LogEntry[n], oldest first; log_lost: entries overwritten.
+    """
+
+    config: EngineConfig
+    header: Any
+    rings: Array
+    requests: Array
+    running: Array
+    block_tables: Array
+    pages: Array
+    free_list: Array
+    quarantine: Array
+    log: Array
+    log_lost: int
+
+
+class EngineMemory:
+    """Read access to one engine process, and holds at its step boundaries."""
+
+    def __init__(self, descriptor: EngineDescriptor) -> None:
+        """Raises EngineUnreachable when the process is gone."""
+        self.descriptor, self.config = descriptor, descriptor.config
+        self._layouts = descriptor.config.layouts()
+        try:
+            self._segment = Segment(descriptor.segment)
+            self._state = MappedMemory(descriptor.pid, descriptor.state.fd, self._layouts["State"].nbytes)
+            self._log = MappedMemory(descriptor.pid, descriptor.log.fd, self._layouts["Log"].nbytes)
+            kv = descriptor.kv
+            self._kv = MappedMemory(descriptor.pid, kv.fd, kv.nbytes) if kv else None
+        except Exception as e:
+            raise EngineUnreachable(f"memory of engine process {descriptor.pid}: {e}") from e
+        control = self._layouts["Control"].sections
+        self._control = self._segment.address + control["control"].offset
+        self._status = self._segment.address + control["status"].offset
+        self._views = self._layouts["State"].views(self._state.buffer)
+        self._entries = self._layouts["Log"].view(self._log.buffer, "entries")
+        self._hold = threading.Lock()
+
+    def status(self, field: str) -> int:
+        """A word of the status line: state, pause_ack, steps, failures or heartbeat."""
+        return _native.load_acquire(self._status + _STATUS[field])
+
+    @contextmanager
+    def hold(self, timeout: float = 20.0) -> Iterator[None]:
+        """Holds the engine at a step boundary. It goes on by itself after 30 s. Raises EngineUnreachable."""
+        with self._hold:
+            ticket = _native.load_acquire(self._control + _CONTROL["pause_request"]) + 1
+            _native.store_release(self._control + _CONTROL["pause_request"], ticket)
+            deadline = time.monotonic() + timeout
+            try:
+                seen = self.status("pause_ack")
+                while seen != ticket:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise EngineUnreachable(f"engine did not reach a step boundary within {timeout} s")
+                    seen = _native.wait_word(self._status + _STATUS["pause_ack"], seen, int(left * 1e6))
+                yield
+            finally:
+                _native.store_release(self._control + _CONTROL["pause_release"], ticket)
+
+    def snapshot(self) -> StateSnapshot:
+        """Copies the state. Call it under `hold`, or on an engine that is idle."""
+        v = self._views
+        header = v["header"][0].copy()
+        tail, size = int(header["log_tail"]), self.config.log_entries
+        first = max(0, tail - size)
+        return StateSnapshot(
+            config=self.config,
+            header=header,
+            rings=v["rings"].copy(),
+            requests=v["requests"].copy(),
+            running=v["running"][: int(header["running"])].copy(),
+            block_tables=v["block_tables"].reshape(self.config.max_rows, self.config.max_pages).copy(),
+            pages=v["pages"].copy(),
+            free_list=v["free_list"][: int(header["free_pages"])].copy(),
+            quarantine=v["quarantine"][: int(header["quarantined"])].copy(),
+            log=self._entries[np.arange(first, tail) & (size - 1)],
+            log_lost=first,
+        )
+
+    def tokens(self, request: int, count: int) -> Array:
+        """First `count` known tokens of a request: int32[count]."""
+        return self._views["tokens"].reshape(-1, self.config.max_len)[request, :count].copy()
+
+    def kv_rows(self, pages: Array, count: int) -> tuple[Array, Array]:
+        """K and V of the first `count` positions of a block table: float32 [layers, count, kv_heads, head_dim] each."""
+        shape = self.descriptor.model.kv_shape
+        if self._kv is None or shape is None:
+            raise EngineUnreachable("this engine runs without a model: it has no KV pool")
+        pool = np.frombuffer(self._kv.buffer, np.float32, int(np.prod(shape))).reshape(shape)
+        size = self.config.page_size
+        used = pages[: -(-count // size)].astype(np.int64)
+        both = pool[:, :, used].reshape(2, shape[1], -1, *shape[4:])[:, :, :count]
+        return both[0].copy(), both[1].copy()

@@ -1,0 +1,234 @@
+"""The `local` rig: an engine process and a front-end process on this machine, and handles to both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from blink_core.frontend.engine_client import open_ring
+from blink_core.frontend.ring_client import RingClient
+from blink_core.runtime.descriptor import EngineDescriptor
+from blink_core.transport.shm import SHM_DIR
+from hil_rigs.description import RigDescription
+from hil_rigs.engine_memory import EngineMemory
+
+START_TIMEOUT_S = 180.0  # a cold page cache and a busy machine; SmolLM2 takes about 3 s
+STOP_TIMEOUT_S = 20.0
+ENGINE_MODULE = ("-m", "blink_core.runtime.engine_main")
+
+
+class RigFailure(RuntimeError):
+    """A process of the rig did not start, or died; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """How one engine is run, beyond the rig's description."""
+
+    batch_invariant: bool = False
+    capture: bool = False
+    verbosity: str = "info"
+    threads: int = 0  # BLAS threads of the engine, 0: as many as cores
+    engine: dict[str, int] = field(default_factory=dict)  # EngineConfig fields that override the description
+
+
+class LocalRig:
+    """Starts and stops the processes. Ring 0 belongs to the HTTP front end; the others are for `ring`."""
+
+    def __init__(
+        self,
+        description: RigDescription,
+        model: Path | None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        http: bool = True,
+        name: str | None = None,
+        options: LocalOptions | None = None,
+    ) -> None:
+        """model: GGUF file or HuggingFace folder; None runs the no-op model, which has no HTTP front end.
+
+        name: unique part of all names this rig takes (shared memory, folder); drawn if None.
+        """
+        self.description, self.model, self.options = description, model, options or LocalOptions()
+        self._host, self._port, self._http = host, port, http and model is not None
+        self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.run_dir: Path | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._descriptor: EngineDescriptor | None = None
+        self._memory: EngineMemory | None = None
+        self._base_url: str | None = None
+
+    # ---- what a running rig offers
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        if self.model is None:
+            return "noop"
+        return self.model.name.split(".")[0] if self.model.is_file() else self.model.name
+
+    @property
+    def base_url(self) -> str:
+        """e.g. http://127.0.0.1:8000 (without /v1)."""
+        if self._base_url is None:
+            raise RigFailure("the rig has no running HTTP front end")
+        return self._base_url
+
+    @property
+    def descriptor(self) -> EngineDescriptor:
+        if self._descriptor is None:
+            raise RigFailure("the rig is not running")
+        return self._descriptor
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Raw memory of the engine, opened on first use."""
+        if self._memory is None:
+            self._memory = EngineMemory(self.descriptor)
+        return self._memory
+
+    def ring(self, index: int = 1) -> RingClient:
+        """A client attached to a ring that no front end uses; earlier clients of the ring are superseded."""
+        client = open_ring(self.descriptor, index)
+        client.attach()
+        return client
+
+    def pid(self, process: str) -> int:
+        """Process id of 'engine' or 'frontend'."""
+        return self._processes[process].pid
+
+    # ---- life cycle
+
+    def start(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Starts the engine and then the front end. Raises RigFailure; whatever had started is stopped again."""
+        self.run_dir = Path(tempfile.mkdtemp(prefix=f"blink-{self.name}-"))
+        try:
+            deadline = time.monotonic() + timeout
+            self._spawn("engine", self._engine_command())
+            self._await("engine", self.run_dir / "engine.json", deadline)
+            self._descriptor = EngineDescriptor.read(self.run_dir / "engine.json")
+            if self._http:
+                self._spawn("frontend", self._frontend_command())
+                self._await("frontend", self.run_dir / "frontend.json", deadline)
+                ready = json.loads((self.run_dir / "frontend.json").read_text())
+                self._base_url = f"http://{self._host}:{ready['port']}"
+        except BaseException:
+            self.stop()
+            raise
+
+    def _engine_command(self) -> list[str]:
+        assert self.run_dir is not None
+        engine, options = self.description.engine, self.options
+        sizes = {
+            "rings": engine.rings,
+            "slots": engine.slots,
+            "page_size": engine.page_size,
+            "pages": engine.pages,
+            "max_rows": engine.max_running,
+            "token_budget": engine.token_budget,
+            "max_len": engine.max_model_len,
+        } | options.engine
+        command = [*(self.description.engine_command or ENGINE_MODULE), "--run-dir", str(self.run_dir)]
+        command += ["--segment", f"blink-{self.name}", "--name", self.model_name, "--verbosity", options.verbosity]
+        for name, value in sizes.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        if self.model is not None:
+            command += ["--model", str(self.model)]
+        command += ["--batch-invariant"] * options.batch_invariant + ["--capture"] * options.capture
+        return command
+
+    def _frontend_command(self) -> list[str]:
+        assert self.run_dir is not None
+        return [
+            *("-m", "blink_core.frontend.main", "--engine", str(self.run_dir / "engine.json"), "--ring", "0"),
+            *("--host", self._host, "--port", str(self._port), "--model", str(self.model)),
+            *("--served-name", self.model_name, "--ready", str(self.run_dir / "frontend.json")),
+            *("--log-level", self.options.verbosity),
+        ]
+
+    def _spawn(self, name: str, arguments: list[str]) -> None:
+        assert self.run_dir is not None
+        environment = dict(os.environ)
+        if name == "engine" and self.options.threads:
+            environment |= {v: str(self.options.threads) for v in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+        with (self.run_dir / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher, which stops in order
+            )
+
+    def _await(self, name: str, ready: Path, deadline: float) -> None:
+        process = self._processes[name]
+        while not ready.exists():
+            try:
+                code = process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    raise RigFailure(f"{name} was not ready in time\n{self.log_tail(name)}") from None
+                continue
+            raise RigFailure(f"{name} exited with status {code} before it was ready\n{self.log_tail(name)}")
+
+    def log_tail(self, name: str, lines: int = 12) -> str:
+        """Last lines of a process's log."""
+        if self.run_dir is None:
+            return ""
+        path = self.run_dir / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+    def wait(self, timeout: float) -> str | None:
+        """Waits for a process of the rig to die; returns which and why, or None when `timeout` seconds are over."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for name, process in self._processes.items():
+                code = process.poll()
+                if code is not None:
+                    return f"{name} exited with status {code}\n{self.log_tail(name)}"
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                next(iter(self._processes.values())).wait(min(left, 0.1))
+
+    def stop(self) -> None:
+        """Stops front end, then engine; kills what does not end in time. Idempotent."""
+        for name in ("frontend", "engine"):
+            process = self._processes.pop(name, None)
+            if process is None:
+                continue
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_TIMEOUT_S)
+        # A killed engine leaves the name behind.
+        (SHM_DIR / f"blink-{self.name}").unlink(missing_ok=True)
+        self._descriptor = self._memory = self._base_url = None
+        if self.run_dir is not None:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            self.run_dir = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
