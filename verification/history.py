@@ -1,0 +1,66 @@
+"""The history of one program on one ring: what was asked for, and every event that came back (design section 9).
+
+Checkers read histories and event logs only, never the rig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from blink_core.abi.dtypes import EVENT, Array
+from blink_core.abi.enums import EventKind
+from verification.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """An accepted request: its place in the program, slot, generation and submission index."""
+
+    request: int
+    slot: int
+    generation: int
+    sq_index: int
+
+
+@dataclass(slots=True)
+class History:
+    """One run. `events` are in the order of delivery; `cancels` are requests whose cancel was published.
+
+    broken: what the ring client itself refused (an event out of sequence), else None. complete: every accepted request
+    had its terminal event before the driver's deadline.
+    """
+
+    program: Program
+    ring: int
+    submitted: list[Submitted] = field(default_factory=list)
+    cancels: set[int] = field(default_factory=set)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    broken: str | None = None
+    complete: bool = False
+
+    def deliver(self, events: Array) -> None:
+        """Appends a batch of `Event` records."""
+        names = EVENT.names or ()
+        self.events += [dict(zip(names, row, strict=True)) for row in events.tolist()]
+
+    def events_of(self, submitted: Submitted) -> Iterator[dict[str, Any]]:
+        for event in self.events:
+            if event["slot"] == submitted.slot and event["generation"] == submitted.generation:
+                yield event
+
+    def tokens_of(self, submitted: Submitted) -> list[int]:
+        """Token ids delivered, in order."""
+        return [e["token"] for e in self.events_of(submitted) if e["kind"] == EventKind.TOKEN]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": self.program.to_json(),
+            "ring": self.ring,
+            "submitted": [[s.request, s.slot, s.generation, s.sq_index] for s in self.submitted],
+            "cancels": sorted(self.cancels),
+            "events": self.events,
+            "broken": self.broken,
+            "complete": self.complete,
+        }

@@ -1,0 +1,106 @@
+"""A whole test program, drawn before anything runs: requests, arrivals and cancels (design section 9).
+
+Nothing here depends on time or on what a rig did, so a program replays from its JSON.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blink_core.abi.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One request. `after`: submitted once so many events were seen in all, or once nothing else is outstanding.
+
+    `cancel_after`: cancelled once so many of its own tokens were seen (0: right after its submission).
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    after: int = 0
+    cancel_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Requests in the order of submission on one ring."""
+
+    requests: tuple[RequestSpec, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Program:
+        def params(raw: dict[str, Any]) -> SamplingParams:
+            return SamplingParams(**(raw | {"stop_token_ids": tuple(raw["stop_token_ids"])}))
+
+        return cls(
+            tuple(
+                RequestSpec(tuple(r["prompt"]), params(r["params"]), r["after"], r["cancel_after"])
+                for r in data["requests"]
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What programs are drawn for. All lengths are tokens; `page_size` is where they are biased to.
+
+    requests: fewest and most. longest: of prompt and output together. cancels, sampled: share of requests that are
+    cancelled, and that have a temperature above 0.
+    """
+
+    vocab: int
+    page_size: int
+    longest: int
+    requests: tuple[int, int] = (3, 10)
+    most_new: int = 24
+    cancels: float = 0.2
+    sampled: float = 0.25
+    ignore_eos: bool = True
+
+
+def _length(rng: random.Random, shape: Shape, most: int) -> int:
+    """A length biased to page boundaries, where off-by-one faults live."""
+    most = max(1, most)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return rng.randint(1, min(3, most))
+    if kind == 1:
+        return rng.randint(1, most)
+    pages = rng.randint(1, max(1, most // shape.page_size))
+    return min(most, max(1, pages * shape.page_size + rng.choice((-1, 0, 1))))
+
+
+def draw_program(rng: random.Random, shape: Shape, texts: Sequence[Sequence[int]] = ()) -> Program:
+    """Draws a program. texts: token ids of real prompts, mixed with random ids; some prompts share a beginning."""
+    count = rng.randint(*shape.requests)
+    requests: list[RequestSpec] = []
+    for index in range(count):
+        new = min(_length(rng, shape, shape.most_new), shape.longest - 1)
+        room = shape.longest - new
+        if texts and rng.random() < 0.5:
+            prompt = tuple(texts[rng.randrange(len(texts))])[:room]
+        else:
+            prompt = tuple(rng.randrange(shape.vocab) for _ in range(_length(rng, shape, room)))
+        if requests and rng.random() < 0.25:
+            other = requests[rng.randrange(index)].prompt
+            prompt = (other[: rng.randint(1, len(other))] + prompt)[:room]
+        hot = rng.random() < shape.sampled
+        params = SamplingParams(
+            max_tokens=new,
+            temperature=rng.choice((0.5, 1.0, 1.5)) if hot else 0.0,
+            top_p=rng.choice((0.8, 0.95, 1.0)) if hot else 1.0,
+            seed=rng.getrandbits(64),
+            ignore_eos=shape.ignore_eos,
+        )
+        cancel = rng.randint(0, new) if rng.random() < shape.cancels else None
+        after = rng.randint(0, 3 * index) if index and rng.random() < 0.5 else 0
+        requests.append(RequestSpec(prompt, params, after, cancel))
+    return Program(tuple(requests))

@@ -1,0 +1,164 @@
+"""Queue ordering and exactly-once delivery (design sections 3 and 9).
+
+Clauses:
+  sequence       the completion queue's sequence numbers have no gap (seen by the ring client)
+  delivery       events belong to accepted requests; indices 0, 1, 2 ...; one terminal event, nothing after it
+  terminal       reason and count of the terminal event agree with what was asked and delivered
+  bounded-wait   every accepted request is terminal before the deadline
+  goodput        requests that were not cancelled finish with tokens
+  fifo           requests of one ring are first admitted in the order of their submission entries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from blink_core.abi.dtypes import Array
+from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
+from verification.history import History, Submitted
+from verification.result import CheckResult, Measurement, Verdict, merge
+
+PROPERTY = "queue-ordering"
+TERMINAL = (EventKind.FINISH, EventKind.ERROR)
+
+
+def _result(verdict: Verdict, clause: str, message: str, **witness: Any) -> CheckResult:
+    return CheckResult(verdict, PROPERTY, clause, message, witness)
+
+
+def check_delivery(history: History) -> CheckResult:
+    """Clauses sequence, delivery and bounded-wait."""
+    if history.broken is not None:
+        return _result(Verdict.INVALID, "sequence", history.broken)
+    known = {(s.slot, s.generation): s for s in history.submitted}
+    next_index: dict[tuple[int, int], int] = {}
+    ended: dict[tuple[int, int], dict[str, Any]] = {}
+    for event in history.events:
+        key = (event["slot"], event["generation"])
+        if key not in known:
+            return _result(Verdict.INVALID, "delivery", "event of a request that was never accepted", event=event)
+        request = known[key].request
+        if key in ended:
+            return _result(
+                Verdict.INVALID,
+                "delivery",
+                f"request {request} got an event after its terminal event",
+                event=event,
+                terminal=ended[key],
+            )
+        if event["kind"] == EventKind.TOKEN:
+            expected = next_index.get(key, 0)
+            if event["index"] != expected:
+                return _result(
+                    Verdict.INVALID,
+                    "delivery",
+                    f"request {request} got token index {event['index']} where {expected} was next",
+                    event=event,
+                )
+            next_index[key] = expected + 1
+        elif event["kind"] in TERMINAL:
+            ended[key] = event
+        else:
+            return _result(Verdict.INVALID, "delivery", f"event of unknown kind {event['kind']}", event=event)
+    lost = [s.request for s in history.submitted if (s.slot, s.generation) not in ended]
+    if lost or not history.complete:
+        return _result(Verdict.INVALID, "bounded-wait", f"{len(lost)} requests never ended", requests=lost)
+    return _result(Verdict.VALID, "delivery", f"{len(history.events)} events of {len(known)} requests, each once")
+
+
+def check_terminals(history: History, eos_ids: Iterable[int], max_len: int) -> CheckResult:
+    """Clauses terminal and goodput. Presupposes `check_delivery`."""
+    eos = set(eos_ids)
+    finished = 0
+    for s in history.submitted:
+        spec = history.program.requests[s.request]
+        *_, last = history.events_of(s)
+        tokens = history.tokens_of(s)
+        why = _wrong_terminal(history, s, last, tokens, eos, max_len)
+        if why:
+            clause = "goodput" if last["kind"] == EventKind.ERROR else "terminal"
+            return _result(
+                Verdict.INVALID, clause, f"request {s.request}: {why}", event=last, max_tokens=spec.params.max_tokens
+            )
+        finished += last["reason"] != FinishReason.CANCELLED
+    wanted = len(history.submitted) - len(history.cancels)
+    if finished < wanted:
+        return _result(Verdict.INVALID, "goodput", f"{finished} requests finished, {wanted} were not cancelled")
+    return _result(Verdict.VALID, "terminal", f"{finished} requests finished for the right reason")
+
+
+def _wrong_terminal(
+    history: History, s: Submitted, last: dict[str, Any], tokens: list[int], eos: set[int], max_len: int
+) -> str | None:
+    params = history.program.requests[s.request].params
+    prompt = len(history.program.requests[s.request].prompt)
+    if last["kind"] == EventKind.ERROR:
+        return f"ended with ERROR {ErrorReason(last['reason']).name}, nothing was wrong with it"
+    if last["index"] != len(tokens):
+        return f"terminal event counts {last['index']} tokens, {len(tokens)} were delivered"
+    if len(tokens) > params.max_tokens:
+        return f"{len(tokens)} tokens delivered, {params.max_tokens} were asked for"
+    reason = FinishReason(last["reason"])
+    ends_with_eos = bool(tokens) and not params.ignore_eos and tokens[-1] in eos
+    ends_with_stop = bool(tokens) and tokens[-1] in params.stop_token_ids
+    early = [t for t in tokens[:-1] if (not params.ignore_eos and t in eos) or t in params.stop_token_ids]
+    if early:
+        return f"went on after the stop token {early[0]}"
+    expected = {
+        FinishReason.EOS: ends_with_eos,
+        FinishReason.STOP_TOKEN: ends_with_stop,
+        FinishReason.LENGTH: len(tokens) == params.max_tokens,
+        FinishReason.CONTEXT: prompt + len(tokens) == max_len,
+        FinishReason.CANCELLED: s.request in history.cancels,
+    }
+    if not expected[reason]:
+        return f"finish reason {reason.name} does not agree with {len(tokens)} tokens of {params.max_tokens}"
+    return None
+
+
+def check_fifo(history: History, log: Array, log_lost: int) -> CheckResult:
+    """Clause fifo. log: all `LogEntry` records of the run; log_lost: entries overwritten before it was read."""
+    if log_lost:
+        return _result(Verdict.UNKNOWN, "fifo", f"{log_lost} event-log entries were overwritten")
+    mine = log[log["ring"] == history.ring]
+    order = {(s.slot, s.generation): s.sq_index for s in history.submitted}
+    accepted = [
+        order[key]
+        for e in mine[mine["kind"] == LogKind.ACCEPT]
+        if (key := (int(e["slot"]), int(e["generation"]))) in order
+    ]
+    admitted = [
+        order[key]
+        for e in mine[(mine["kind"] == LogKind.ADMIT) & (mine["c"] == 0)]  # c counts preemptions: first admissions
+        if (key := (int(e["slot"]), int(e["generation"]))) in order
+    ]
+    for name, sequence in (("taken", accepted), ("admitted", admitted)):
+        for before, after in pairwise(sequence):
+            if after <= before:
+                return _result(
+                    Verdict.INVALID,
+                    "fifo",
+                    f"submission {after} was {name} after submission {before} of the same ring",
+                    order=sequence,
+                )
+    if len(accepted) != len(history.submitted):
+        return _result(
+            Verdict.INVALID, "fifo", f"{len(history.submitted)} submitted, the log shows {len(accepted)} accepted"
+        )
+    return _result(Verdict.VALID, "fifo", f"{len(admitted)} first admissions in submission order")
+
+
+def check(history: History, log: Array, log_lost: int, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:
+    """All clauses; the first that is violated decides."""
+    first = check_delivery(history)
+    if not first.ok():
+        return first
+    results = [first, check_terminals(history, eos_ids, max_len), check_fifo(history, log, log_lost)]
+    merged = merge(results, property=PROPERTY)
+    counts = {
+        "requests": Measurement(len(history.submitted), "requests"),
+        "events": Measurement(len(history.events), "events"),
+    }
+    return CheckResult(merged.verdict, PROPERTY, merged.clause, merged.message, merged.witness, counts)

@@ -1,0 +1,37 @@
+"""Situations that a run must reach, read from snapshots and event logs (design section 9)."""
+
+from __future__ import annotations
+
+from blink_core.abi.enums import FinishReason, LogKind
+from hil_rigs.engine_memory import StateSnapshot
+from verification.certificate.recorder import Recorder
+
+
+def record_situations(record: Recorder, snapshot: StateSnapshot) -> None:
+    """Records what the event log of `snapshot` shows to have happened."""
+    log = snapshot.log
+    kinds = log["kind"]
+    preempted = bool((kinds == LogKind.PREEMPT).any())
+    owners: dict[int, tuple[int, int, int]] = {}
+    reused = False
+    for e in log[kinds == LogKind.PAGE_ALLOC]:
+        owner = (int(e["ring"]), int(e["slot"]), int(e["generation"]))
+        reused |= owners.setdefault(int(e["a"]), owner) != owner
+        owners[int(e["a"])] = owner
+    finishes = log[kinds == LogKind.FINISH]
+    record.situation("preemption", preempted)
+    record.situation("pool-exhausted", preempted)  # nothing else preempts
+    record.situation("page-reuse", reused)
+    record.situation("cancel", bool((finishes["a"] == FinishReason.CANCELLED).any()))
+    taken = max((int(r["sq_next"]) for r in snapshot.rings), default=0)
+    record.situation("ring-wrap", taken > snapshot.config.sq_entries)
+    ended = finishes[finishes["a"] == FinishReason.EOS]
+    accepted = {
+        (int(e["ring"]), int(e["slot"]), int(e["generation"])): int(e["a"]) for e in log[kinds == LogKind.ACCEPT]
+    }
+    lengths = [
+        accepted[key] + int(e["b"])
+        for e in ended
+        if (key := (int(e["ring"]), int(e["slot"]), int(e["generation"]))) in accepted
+    ]
+    record.situation("eos-on-page-boundary", any(n % snapshot.config.page_size == 0 for n in lengths))

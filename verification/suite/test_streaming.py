@@ -1,0 +1,71 @@
+"""Streaming equals non-streaming, over HTTP with the OpenAI client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from verification.certificate.recorder import Recorder
+from verification.fixtures import PROMPTS, Subject
+from verification.properties.streaming import Answer, Stream, check
+
+if TYPE_CHECKING:
+    import openai
+
+pytestmark = [pytest.mark.blink_property("streaming"), pytest.mark.capability("cpu", "shared-memory", "http")]
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 24, "temperature": 0.0},
+    {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 7},
+    {"max_tokens": 40, "temperature": 0.0, "stop": ["\n", " the"]},
+    {"max_tokens": 1, "temperature": 0.0},
+)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_same_answer(engine: Subject, client: openai.OpenAI, record: Recorder, kind: str, case: int) -> None:
+    """One request answered whole and as a stream, one after the other, so that both run alone in their batch.
+
+    Catches: a lost or repeated chunk, a split character, a shown stop string, usage that differs.
+    """
+    for prompt in PROMPTS[: 2 if case else len(PROMPTS)]:
+        options = {"model": engine.rig.model_name, **CASES[case]}
+        if kind == "chat":
+            options["messages"] = [{"role": "user", "content": prompt}]
+            whole, stream = _chat(client, options)
+        else:
+            options["prompt"] = prompt
+            whole, stream = _text(client, options)
+        record.check(check(whole, stream, tuple(CASES[case].get("stop", ()))))
+
+
+def _chat(client: openai.OpenAI, options: dict[str, Any]) -> tuple[Answer, Stream]:
+    reply = client.chat.completions.create(**options)
+    choice = reply.choices[0]
+    whole = Answer(choice.message.content or "", choice.finish_reason, *_usage(reply.usage))
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    with_choice = [c.choices[0] for c in chunks if c.choices]
+    return whole, Stream(
+        tuple(c.delta.content or "" for c in with_choice),
+        tuple(c.finish_reason for c in with_choice),
+        _usage(chunks[-1].usage) if chunks[-1].usage else None,
+    )
+
+
+def _text(client: openai.OpenAI, options: dict[str, Any]) -> tuple[Answer, Stream]:
+    reply = client.completions.create(**options)
+    choice = reply.choices[0]
+    whole = Answer(choice.text, choice.finish_reason, *_usage(reply.usage))
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    with_choice = [c.choices[0] for c in chunks if c.choices]
+    return whole, Stream(
+        tuple(c.text for c in with_choice),
+        tuple(c.finish_reason for c in with_choice),
+        _usage(chunks[-1].usage) if chunks[-1].usage else None,
+    )
+
+
+def _usage(usage: Any) -> tuple[int, int]:
+    return usage.prompt_tokens, usage.completion_tokens
