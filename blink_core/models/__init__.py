@@ -1,0 +1,17 @@
+"""Model configuration, loaders and forward passes of the engine (design section 7)."""
+
+from blink_core.models.config import ModelConfig, load_config
+from blink_core.models.errors import BatchInvarianceError, ModelError, StepBatchError
+from blink_core.models.model import KVPool, Model, StepBatch, load_model
+
+__all__ = [
+    "BatchInvarianceError",
+    "KVPool",
+    "Model",
+    "ModelConfig",
+    "ModelError",
+    "StepBatch",
+    "StepBatchError",
+    "load_config",
+    "load_model",
+]
