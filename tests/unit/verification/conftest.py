@@ -1,0 +1,63 @@
+"""Models shared by the tests of the oracles and criteria: tiny ones built once, and the real one where it is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verification.models.tiny import Ratio, TinyModel, build_tiny
+from verification.oracles.hf import HFOracle
+from verification.thresholds import Thresholds, default_thresholds
+
+SMOLLM2 = Path(__file__).parents[3] / ".blink/models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A tiny model with its oracles, and sequences of it that continue greedily after a drawn prompt."""
+
+    model: TinyModel
+    hf64: HFOracle
+    hf32: HFOracle
+    sequences: list[list[int]]
+    prompt: int
+
+
+PROMPT, STEPS = 43, 24
+
+
+def _rig(path: Path, ratio: Ratio, *, tied: bool) -> Rig:
+    model = build_tiny(path, ratio=ratio, tied=tied)
+    hf64, hf32 = HFOracle.load_pair(path, threads=1)
+    draw = np.random.default_rng(7)
+    prompts = [draw.integers(3, hf32.vocab_size, PROMPT).tolist() for _ in range(6)]
+    return Rig(model, hf64, hf32, [p + hf32.generate(p, STEPS, ignore_eos=True) for p in prompts], PROMPT)
+
+
+@pytest.fixture(scope="session")
+def tiny3(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Ratio 3:1, untied."""
+    return _rig(tmp_path_factory.mktemp("tiny3"), "3:1", tied=False)
+
+
+@pytest.fixture(scope="session")
+def tiny7(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Ratio 7:1, tied."""
+    return _rig(tmp_path_factory.mktemp("tiny7"), "7:1", tied=True)
+
+
+@pytest.fixture(scope="session")
+def limits() -> Thresholds:
+    """The registered thresholds."""
+    return default_thresholds()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real model's file; skipped where nobody has fetched it."""
+    if not SMOLLM2.is_file():
+        pytest.skip(f"{SMOLLM2.name} is not here: blink model fetch")
+    return SMOLLM2

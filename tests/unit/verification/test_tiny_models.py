@@ -1,0 +1,128 @@
+"""Tiny models: sensitive, reproducible, complete; and a build that refuses what is not sensitive."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verification.models import tiny
+from verification.models.sensitivity import FAULTS, Sensitivity, with_wrong_heads
+from verification.models.tiny import NotSensitiveError, build_tiny, tiny_config
+from verification.models.tiny_tokenizer import train_tokenizer
+from verification.thresholds import Thresholds, TinyModelThresholds
+
+Rig = Any  # conftest.Rig; conftest modules cannot be imported
+
+
+def _digests(path: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(path.iterdir())}
+
+
+@pytest.mark.parametrize("name", ["tiny3", "tiny7"])
+def test_built_models_are_sensitive(name: str, request: pytest.FixtureRequest, limits: Thresholds) -> None:
+    """Catches: a model whose tokens hang on nothing that the suite is there to test."""
+    rig = request.getfixturevalue(name)
+    shown = rig.model.sensitivity
+    assert shown.margin_ratio > limits.tiny_models.margin_factor
+    assert dict(shown.killed) == dict.fromkeys(FAULTS, shown.probes)
+    assert shown.shortfalls(limits.tiny_models) == []
+    manifest = json.loads((rig.model.path / tiny.MANIFEST).read_text(encoding="utf-8"))
+    assert manifest["seed"] == rig.model.seed
+    assert manifest["sensitivity"]["killed"] == dict(shown.killed)
+
+
+def test_the_same_arguments_give_the_same_bytes(tiny3: Rig, tmp_path: Path) -> None:
+    """Catches: a model digest in a certificate that nobody can reproduce."""
+    again = build_tiny(tmp_path / "again", ratio="3:1", tied=False)
+    assert _digests(again.path) == _digests(tiny3.model.path)
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    } < set(_digests(again.path))
+
+
+@pytest.mark.parametrize(("ratio", "heads"), [("3:1", 6), ("7:1", 14)])
+def test_shapes(ratio: tiny.Ratio, heads: int) -> None:
+    """Catches: a ratio for which a wrong head mapping happens to be the right one."""
+    config = tiny_config(ratio, tied=True)
+    group = heads // config.num_key_value_heads
+    assert (config.num_attention_heads, f"{group}:1") == (heads, ratio)
+    right = [h // group for h in range(heads)]
+    assert right != [h % config.num_key_value_heads for h in range(heads)]
+    assert right != [h // config.num_key_value_heads for h in range(heads)]
+    with pytest.raises(ValueError, match="5:1"):
+        tiny_config("5:1", tied=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tiny3", "tiny7"])
+def test_wrong_heads_are_exactly_a_wrong_mapping(name: str, request: pytest.FixtureRequest) -> None:
+    """Catches: a planted head fault that scrambles the model instead, and so proves nothing about head mapping."""
+    rig = request.getfixturevalue(name)
+    model, ids = rig.hf32.model, torch.tensor(rig.sequences)
+    wrong = with_wrong_heads(model)
+    attention = wrong.model.layers[0].self_attn
+    x = torch.randn(1, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    with torch.inference_mode():
+        position = torch.arange(5)[None]
+        rotary = model.model.rotary_emb(x, position)
+        mask = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+        got = attention(x, position_embeddings=rotary, attention_mask=mask)[0]
+        # The same mapping by repeating KV heads in the wrong order in the unchanged model.
+        right = model.model.layers[0].self_attn
+        cos: torch.Tensor = rotary[0][0][:, None]
+        sin: torch.Tensor = rotary[1][0][:, None]
+        q = right.q_proj(x)[0].view(5, heads, -1)
+        k, v = (p(x)[0].view(5, kv_heads, -1) for p in (right.k_proj, right.v_proj))
+
+        def turn(t: torch.Tensor) -> torch.Tensor:
+            first, second = t.chunk(2, dim=-1)
+            return t * cos + torch.cat((-second, first), dim=-1) * sin
+
+        order = torch.arange(heads) % kv_heads
+        scores = torch.einsum("qhd,khd->hqk", turn(q), turn(k)[:, order]) * right.scaling + mask[0]
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v[:, order]).reshape(1, 5, -1)
+        torch.testing.assert_close(got, right.o_proj(mixed), rtol=0, atol=1e-4)
+        assert not torch.allclose(wrong(ids[:, :30]).logits, model(ids[:, :30]).logits, atol=0.1)
+
+
+def test_a_model_that_is_not_sensitive_is_refused(
+    tmp_path: Path, limits: Thresholds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: assertions at build that cannot fail; the usual initialisation of 0.02 must not get through."""
+    monkeypatch.setattr(tiny, "_moments", lambda name, shape, config: (1.0, 0.0) if "norm" in name else (0.0, 0.02))
+    few = limits.tiny_models.model_copy(update={"max_seeds": 2})
+    with pytest.raises(NotSensitiveError, match=r"3:1 \(untied\) in seeds 5 to 6 .*(margin|changed a greedy token)"):
+        build_tiny(tmp_path / "flat", seed=5, thresholds=few)
+    assert not (tmp_path / "flat").exists()
+
+
+def test_each_shortfall_is_told(limits: Thresholds) -> None:
+    """Catches: a fault that is probed but whose result decides nothing."""
+    limit: TinyModelThresholds = limits.tiny_models
+    good = Sensitivity(1.0, 1e-3, 100, 6, dict.fromkeys(FAULTS, 6))
+    assert good.shortfalls(limit) == []
+    for fault in FAULTS:
+        short = Sensitivity(1.0, 1e-3, 100, 6, {**good.killed, fault: 5})
+        assert [fault in line for line in short.shortfalls(limit)] == [True]
+    assert "margin" in Sensitivity(0.1, 1e-3, 100, 6, good.killed).shortfalls(limit)[0]
+
+
+def test_tokenizer_round_trips_any_text() -> None:
+    """Catches: text that cannot be served, a vocabulary larger than the model's, or a special token without its id."""
+    tokenizer = train_tokenizer(512)
+    for text in ("hello world", "Grüße 🙂 日本", "\x00\t\r\n  x", "def f():\n    return 1"):
+        ids = tokenizer.encode(text).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        assert max(ids) < 512
+    assert tokenizer.encode("<|im_start|>a<|im_end|>").ids[::2] == [1, 2]
+    with pytest.raises(ValueError, match="not 100000"):
+        train_tokenizer(100_000)

@@ -1,0 +1,1 @@
+"""Test and verification suite: oracles, criteria, properties, certificate (design section 9)."""

@@ -1,0 +1,165 @@
+"""Does a model notice faults? Probes that must change its greedy tokens, and margins that must be far above rounding.
+
+A tiny random model whose logits hang on the last token only would pass every test of the KV cache. Each model is
+therefore shown, at build, to change a greedy token for a wrong page, position, row or head (design section 9).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from verification.oracles.hf import HFOracle
+from verification.result import JSON
+from verification.thresholds import TinyModelThresholds
+
+PAGE = 16
+PROBES = 6
+CACHED = 3 * PAGE - 5  # rows in the cache when the fault strikes: two full pages and a part of the third
+STEPS = 24
+
+# Exchanging two full pages is no fault that tokens can show: attention ignores the order of rows that carry their
+# rotation (the KV criterion sees it). A page of another request is one, and so is a row rotated for another place.
+FAULTS = ("foreign-page", "foreign-row", "wrong-position", "wrong-head")
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What the probes showed.
+
+    margin: least top-2 margin of float64 over the rows that emit a token. bound: largest float32 logit error on those
+    rows. rows: their number. killed: by fault, probes whose greedy tokens changed. probes: probes of each fault.
+    """
+
+    margin: float
+    bound: float
+    rows: int
+    probes: int
+    killed: Mapping[str, int]
+
+    @property
+    def margin_ratio(self) -> float:
+        return self.margin / self.bound if self.bound > 0 else float("inf")
+
+    def shortfalls(self, limits: TinyModelThresholds) -> list[str]:
+        """What is missing, one line each; empty for a model that is sensitive enough."""
+        missing = []
+        if not self.margin_ratio > limits.margin_factor:
+            missing.append(
+                f"least margin {self.margin:.3g} is {self.margin_ratio:.3g}x the error bound {self.bound:.3g}, "
+                f"not above {limits.margin_factor:g}x"
+            )
+        for fault in FAULTS:
+            found = self.killed.get(fault, 0)
+            if found < limits.min_kill_fraction * self.probes:
+                missing.append(f"{fault} changed a greedy token in {found} of {self.probes} probes")
+        return missing
+
+    def to_json(self) -> dict[str, JSON]:
+        return {**asdict(self), "killed": dict(self.killed), "margin_ratio": self.margin_ratio}
+
+
+def measure_sensitivity(oracle64: HFOracle, oracle32: HFOracle, seed: int) -> Sensitivity:
+    """Run the probes, whose prompts are drawn from ``seed``, on a model given by its two oracles."""
+    draw = np.random.default_rng([seed, 1])
+    prompts = torch.from_numpy(draw.integers(3, oracle32.vocab_size, (PROBES, CACHED + 1)))
+    rows = torch.from_numpy(draw.integers(0, CACHED, PROBES))
+    model = oracle32.model
+    with torch.inference_mode():
+        clean, tokens = _continue(model, prompts, None)
+        killed = {
+            fault: int((tokens != _continue(model, prompts, perturb, clean)[1]).any(dim=1).sum())
+            for fault, perturb in cache_faults(model, rows).items()
+        }
+        killed["wrong-head"] = int((tokens != _continue(with_wrong_heads(model), prompts, None)[1]).any(dim=1).sum())
+    sequences = torch.cat([prompts, tokens], dim=1)[:, :-1].tolist()
+    reference = oracle64.forward_many(sequences, start=[CACHED] * PROBES, batch_tokens=PROBES * len(sequences[0]))
+    ordinary = oracle32.forward_many(sequences, start=[CACHED] * PROBES, batch_tokens=PROBES * len(sequences[0]))
+    r, h = (np.concatenate([run.logits for run in runs]).astype(np.float64) for runs in (reference, ordinary))
+    ordered = np.sort(r, axis=1)
+    margin = float((ordered[:, -1] - ordered[:, -2]).min())
+    if not np.array_equal(r.argmax(axis=1), tokens.numpy().ravel()):
+        margin = 0.0  # float64 would have continued otherwise: no margin at all
+    return Sensitivity(margin, float(np.abs(h - r).max()), len(r), PROBES, {f: killed[f] for f in FAULTS})
+
+
+Perturb = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+KV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _continue(
+    model: Any, prompts: torch.Tensor, perturb: Perturb | None, cached: KV | None = None
+) -> tuple[KV, torch.Tensor]:
+    """The clean cache, and the greedy tokens [probes, STEPS] after it was perturbed."""
+    if cached is None:
+        cache = DynamicCache(config=model.config)
+        model(prompts[:, :CACHED], cache=cache, use_cache=True)
+        cached = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    cache = DynamicCache(config=model.config)
+    for index, (k, v) in enumerate(cached):
+        cache.update(*(perturb(k, v) if perturb else (k, v)), index)
+    token = prompts[:, CACHED:]
+    tokens = []
+    for _ in range(STEPS):
+        token = model(token, cache=cache, use_cache=True).logits[:, -1].argmax(dim=-1, keepdim=True)
+        tokens.append(token)
+    return cached, torch.cat(tokens, dim=1)
+
+
+def cache_faults(model: Any, rows: torch.Tensor) -> dict[str, Perturb]:
+    """Faults on K, V [probes, kv_heads, positions, head_dim]; ``rows`` is the position struck in each probe."""
+    probe = torch.arange(len(rows))
+    angle = torch.cat([model.model.rotary_emb.inv_freq] * 2)
+
+    def foreign_page(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = k.clone(), v.clone()
+        for part in (k, v):
+            part[:, :, PAGE : 2 * PAGE] = part[:, :, PAGE : 2 * PAGE].roll(1, dims=0)
+        return k, v
+
+    def foreign_row(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = k.clone(), v.clone()
+        for part in (k, v):
+            part[probe, :, rows] = part.roll(1, dims=0)[probe, :, rows]
+        return k, v
+
+    def wrong_position(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = k.clone()
+        k[probe, :, rows] = rotate(k[probe, :, rows], angle)
+        return k, v
+
+    return {
+        "foreign-page": foreign_page,
+        "foreign-row": foreign_row,
+        "wrong-position": wrong_position,
+    }
+
+
+def rotate(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """K [..., head_dim] turned on by ``angle`` [head_dim] (the two halves alike): one position further for inv_freq."""
+    first, second = k.chunk(2, dim=-1)
+    return k * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
+
+
+def with_wrong_heads(model: Any) -> Any:
+    """A copy in which query head h reads KV head h % kv_heads where it should read h // group.
+
+    Query heads are moved to the place of the KV head that they wrongly read, in the query's rows and the output
+    projection's columns alike, so that the mapping is all that changes.
+    """
+    wrong = copy.deepcopy(model)
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    place = [(h % kv_heads) * (heads // kv_heads) + h // kv_heads for h in range(heads)]
+    order = torch.tensor([place.index(slot) for slot in range(heads)])
+    for layer in wrong.model.layers:
+        query, output = layer.self_attn.q_proj.weight, layer.self_attn.o_proj.weight
+        query.data = query.data.view(heads, -1, query.shape[1])[order].reshape(query.shape)
+        output.data = output.data.view(output.shape[0], heads, -1)[:, order].reshape(output.shape)
+    return wrong

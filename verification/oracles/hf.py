@@ -1,0 +1,389 @@
+"""HuggingFace as the oracle: transformers' own loaders, modelling code and tokeniser, on the original file.
+
+Nothing here comes from the engine (design section 9). The model is loaded with ``dtype=`` and never cast afterwards,
+with eager attention, dequantised at load, on the CPU, offline. ``float32`` is HuggingFace as people run it and gives
+the yardstick; ``float64`` is the reference, run with its float32 islands lifted (``verification.oracles.float64``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from verification.oracles.float64 import Float64Islands, rebuild_rotary
+from verification.oracles.pre_tokenizer import mend_pre_tokenizer
+
+DType = Literal["float32", "float64"]
+Array = NDArray[np.float32] | NDArray[np.float64]
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+
+
+class OracleError(RuntimeError):
+    """The oracle cannot load the model, or was asked for something outside its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One teacher-forced run: logits [positions - start, vocab] and k, v [layers, positions, kv_heads, head_dim]."""
+
+    ids: tuple[int, ...]
+    start: int
+    logits: Array
+    k: Array
+    v: Array
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.logits.nbytes + self.k.nbytes + self.v.nbytes)
+
+
+def configure_torch(threads: int) -> None:
+    """Fix the thread count and ask for deterministic kernels: reduction order depends on both. Process-wide."""
+    if threads < 1:
+        raise OracleError(f"{threads} threads; at least one is needed")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")
+
+
+class HFOracle:
+    """A model in one dtype with its tokeniser. Build it with ``HFOracle.load`` or ``load_pair``."""
+
+    def __init__(
+        self, path: Path, model: Any, tokenizer: Any, dtype: DType, *, threads: int, cache_bytes: int, load_s: float
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.load_s = load_s
+        self.threads = threads
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache: OrderedDict[tuple[int, ...], Forward] = OrderedDict()
+        self._cache_bytes = cache_bytes
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, dtype: DType, threads: int = 1, cache_bytes: int = 1 << 30, attention: str = "eager"
+    ) -> HFOracle:
+        """Load a GGUF file, or a directory with ``config.json`` and safetensors.
+
+        attention: HuggingFace attention back end (``sdpa`` is another correct float32 implementation, for tests of the
+        criterion). cache_bytes: limit of the cache of forward runs. Raises ``OracleError`` with the path and cause.
+        """
+        return cls._load(Path(path), _Source(Path(path)), dtype, threads, cache_bytes, attention)
+
+    @classmethod
+    def load_pair(cls, path: str | Path, *, threads: int = 1, cache_bytes: int = 1 << 30) -> tuple[HFOracle, HFOracle]:
+        """The float64 and the float32 oracle of one model; its configuration and tokeniser are read once."""
+        source = _Source(Path(path))
+        first, second = (
+            cls._load(Path(path), source, dtype, threads, cache_bytes, "eager") for dtype in ("float64", "float32")
+        )
+        return first, second
+
+    @classmethod
+    def _load(cls, path: Path, source: _Source, dtype: str, threads: int, cache_bytes: int, attention: str) -> HFOracle:
+        if dtype not in _DTYPES:
+            raise OracleError(f"dtype {dtype!r}: the oracle runs in {' or '.join(_DTYPES)}")
+        configure_torch(threads)
+        started = time.monotonic()
+        model = source.model(_DTYPES[dtype], attention)
+        wrong = {str(p.dtype) for p in model.parameters() if p.dtype is not _DTYPES[dtype]}
+        if wrong:
+            raise OracleError(f"{path}: asked for {dtype}, transformers loaded parameters in {sorted(wrong)}")
+        if dtype == "float64" and rebuild_rotary(model) == 0:
+            raise OracleError(f"{path}: found no rotary embedding to build in float64 in {type(model).__name__}")
+        load_s = time.monotonic() - started
+        kind: DType = "float64" if dtype == "float64" else "float32"
+        return cls(path, model, source.tokenizer(), kind, threads=threads, cache_bytes=cache_bytes, load_s=load_s)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """transformers' configuration object."""
+        return self._model.config
+
+    @property
+    def model(self) -> Any:
+        """The transformers model itself, for tests that perturb it. Do not cast or change it."""
+        return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    def parameters(self) -> dict[str, NDArray[np.floating[Any]]]:
+        """Parameters by HuggingFace name, as NumPy arrays in the oracle's dtype (views; do not write)."""
+        return {name: value.detach().numpy() for name, value in self._model.named_parameters()}
+
+    def teacher_force(self, ids: Sequence[int], *, start: int = 0) -> Array:
+        """Logits [len(ids) - start, vocab] in the oracle's dtype: row i predicts the token after ``ids[start + i]``."""
+        return self.forward(ids, start=start).logits
+
+    def kv(self, ids: Sequence[int]) -> tuple[Array, Array]:
+        """(K, V) from ``past_key_values``, each [layers, len(ids), kv_heads, head_dim]; K is after the rotary step."""
+        run = self.forward(ids, start=max(len(ids) - 1, 0))
+        return run.k, run.v
+
+    def forward(self, ids: Sequence[int], *, start: int = 0) -> Forward:
+        """Logits from position ``start`` on, and K/V of all positions, in one run of the model.
+
+        A cached run of which ``ids`` is a prefix serves without computing: attention is causal, so its rows are those
+        of ``ids`` up to rounding.
+        """
+        return self.forward_many([ids], start=[start])[0]
+
+    def forward_many(
+        self, batch: Sequence[Sequence[int]], *, start: Sequence[int] | None = None, batch_tokens: int = 512
+    ) -> list[Forward]:
+        """``forward`` of several sequences, run together up to ``batch_tokens`` padded tokens at a time.
+
+        Shorter sequences are padded on the right; under causal attention no real position sees the padding.
+        """
+        keys = [self._checked(ids) for ids in batch]
+        starts = [0] * len(keys) if start is None else list(start)
+        if len(starts) != len(keys):
+            raise OracleError(f"{len(starts)} starts for {len(keys)} sequences")
+        for key, first in zip(keys, starts, strict=True):
+            if not 0 <= first < len(key):
+                raise OracleError(f"start {first} is outside a sequence of {len(key)} tokens")
+        results: dict[int, Forward] = {}
+        missing: list[int] = []
+        for index in sorted(range(len(keys)), key=lambda i: -len(keys[i])):
+            hit = self._cached(keys[index], starts[index])
+            if hit is None:
+                missing.append(index)
+            else:
+                results[index] = hit
+        while missing:
+            width = len(keys[missing[0]])
+            taken, missing = missing[: max(1, batch_tokens // width)], missing[max(1, batch_tokens // width) :]
+            for index, run in zip(taken, self._run([keys[i] for i in taken], [starts[i] for i in taken]), strict=True):
+                results[index] = run
+                self._remember(run)
+        return [results[index] for index in range(len(keys))]
+
+    def generate(self, ids: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
+        """Up to ``n`` greedy tokens after ``ids`` by HuggingFace's ``generate``, the end-of-sequence token included."""
+        key = self._checked(ids)
+        if n < 1:
+            raise OracleError(f"n is {n}; at least one token must be generated")
+        eos = self._model.generation_config.eos_token_id
+        config = transformers.GenerationConfig(
+            max_new_tokens=n,
+            min_new_tokens=n if ignore_eos else None,
+            do_sample=False,
+            eos_token_id=None if ignore_eos else eos,
+            pad_token_id=0,
+        )
+        prompt = torch.tensor([key])
+        with self._running():
+            out = self._model.generate(prompt, generation_config=config, attention_mask=torch.ones_like(prompt))
+        return [int(token) for token in out[0, len(key) :]]
+
+    # -- the tokeniser -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokeniser, read from the original file."""
+        return self._tokenizer
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation configuration, the model configuration and the tokeniser, sorted."""
+        found: set[int] = set()
+        for value in (
+            self._model.generation_config.eos_token_id,
+            self._model.config.eos_token_id,
+            self._tokenizer.eos_token_id,
+        ):
+            if value is not None:
+                found.update(int(v) for v in (value if isinstance(value, (list, tuple)) else [value]))
+        return tuple(sorted(found))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation by the model's chat template, as ``apply_chat_template`` renders it."""
+        ids = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+        )
+        return [int(i) for i in ids]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """Text of a conversation by the model's chat template."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of plain text, with the special tokens that the tokeniser adds by itself."""
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    # -- internals -----------------------------------------------------------------------------------------------------
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        key = tuple(int(i) for i in ids)
+        limit = int(self._model.config.max_position_embeddings)
+        if not 1 <= len(key) <= limit:
+            raise OracleError(f"a sequence of {len(key)} tokens; this model takes 1 to {limit}")
+        low, high = min(key), max(key)
+        if low < 0 or high >= self.vocab_size:
+            raise OracleError(f"token {low if low < 0 else high} is outside the vocabulary of {self.vocab_size}")
+        return key
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        configure_torch(self.threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", FutureWarning)
+            mode = stack.enter_context(Float64Islands()) if self.dtype == "float64" else None
+            yield
+            if mode is not None and mode.lifted == 0:
+                raise OracleError("the float64 run lifted no float32 request: transformers changed, check the oracle")
+
+    def _run(self, keys: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Forward]:
+        width = max(map(len, keys))
+        first = min(starts)
+        padded = torch.tensor([list(key) + [0] * (width - len(key)) for key in keys])
+        with self._running():
+            out = self._model(input_ids=padded, use_cache=True, logits_to_keep=width - first)
+        layers = _cache_of(out).layers
+        runs = []
+        for row, (key, start) in enumerate(zip(keys, starts, strict=True)):
+            logits = out.logits[row, start - first : len(key) - first].numpy()
+            k, v = (
+                np.stack([getattr(layer, part)[row, :, : len(key)].numpy().swapaxes(0, 1) for layer in layers])
+                for part in ("keys", "values")
+            )
+            if {logits.dtype.name, k.dtype.name, v.dtype.name} != {self.dtype}:
+                raise OracleError(f"asked for {self.dtype}, got logits {logits.dtype}, K {k.dtype}, V {v.dtype}")
+            runs.append(Forward(key, start, logits.copy(), k, v))
+        return runs
+
+    def _cached(self, key: tuple[int, ...], start: int) -> Forward | None:
+        for known, run in self._cache.items():
+            if run.start <= start and known[: len(key)] == key:
+                self._cache.move_to_end(known)
+                n = len(key)
+                return Forward(key, start, run.logits[start - run.start : n - run.start], run.k[:, :n], run.v[:, :n])
+        return None
+
+    def _remember(self, run: Forward) -> None:
+        for array in (run.logits, run.k, run.v):
+            array.setflags(write=False)  # shared with every later caller
+        self._cache[run.ids] = run
+        self._cache.move_to_end(run.ids)
+        while len(self._cache) > 1 and sum(item.nbytes for item in self._cache.values()) > self._cache_bytes:
+            self._cache.popitem(last=False)
+
+
+class _Source:
+    """One model on disk, as transformers' loaders see it: a GGUF file, or a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.is_file() and path.suffix == ".gguf":
+            self._where, self._arguments = str(path.parent), {"gguf_file": path.name}
+        elif (path / "config.json").is_file():
+            self._where, self._arguments = str(path), {}
+        else:
+            raise OracleError(f"{path}: neither a .gguf file nor a directory with config.json")
+        self._config: Any = None
+        self._tokenizer: Any = None
+        self._gguf_reader = functools.cache(gguf.GGUFReader)
+
+    def model(self, dtype: torch.dtype, attention: str) -> Any:
+        arguments: dict[str, Any] = dict(self._arguments)
+        if arguments:
+            # Packed weights would go through float32 kernels whatever the dtype.
+            arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        with self._loading():
+            if self._config is None:
+                self._config = transformers.AutoConfig.from_pretrained(self._where, **self._arguments)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self._where,
+                config=copy.deepcopy(self._config),
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                **arguments,
+            )
+        return model.eval()
+
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            with self._loading():
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    self._where, local_files_only=True, **self._arguments
+                )
+            if self._path.is_file():
+                mend_pre_tokenizer(self._tokenizer, self._path)
+        return self._tokenizer
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        try:
+            with quiet(), self._parsed_once():
+                yield
+        except Exception as error:  # a bad file raises anything, struct.error for one, deep inside the loaders
+            raise OracleError(f"{self._path}: transformers cannot load it: {error}") from error
+
+    @contextlib.contextmanager
+    def _parsed_once(self) -> Iterator[None]:
+        """Let transformers' loader parse the file's header and build its table of names once, not at every call.
+
+        The ``gguf`` package needs seconds for each, and configuration, tokeniser and both models ask anew.
+        """
+        reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = self._gguf_reader, functools.cache(name_map)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars."""
+    progress = transformers.utils.logging
+    enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            progress.enable_progress_bar()
+
+
+def _cache_of(output: Any) -> Any:
+    """The KV cache of a model output; the attribute was renamed within transformers 5."""
+    cache = output.get("cache")
+    return output.past_key_values if cache is None else cache
