@@ -147,6 +147,7 @@ class LocalRig:
             command += [f"--{name.replace('_', '-')}", str(value)]
         if self.model is not None:
             command += ["--model", str(self.model)]
+        command += ["--exit-with-parent"]
         command += ["--batch-invariant"] * options.batch_invariant + ["--capture"] * options.capture
         return command
 
@@ -156,7 +157,7 @@ class LocalRig:
             *("-m", "blink_core.frontend.main", "--engine", str(self.run_dir / "engine.json"), "--ring", "0"),
             *("--host", self._host, "--port", str(self._port), "--model", str(self.model)),
             *("--served-name", self.model_name, "--ready", str(self.run_dir / "frontend.json")),
-            *("--log-level", self.options.verbosity),
+            *("--log-level", self.options.verbosity, "--exit-with-parent"),
         ]
 
     def _spawn(self, name: str, arguments: list[str]) -> None:

@@ -1,0 +1,78 @@
+"""`blink rig list` and `blink rig probe` [design 10]."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hil_rigs.capabilities import CAPABILITIES
+from hil_rigs.description import RigError, known_rigs, load_rig
+from hil_rigs.probe import ProbeReport, probe_rig
+
+EXIT_NOT_READY = 1
+EXIT_UNUSABLE = 2
+
+rig_app = typer.Typer(help="Rigs: what is described, and what is there on this machine.", no_args_is_help=True)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+@rig_app.command("list")
+def list_rigs(as_json: JsonFlag = False) -> None:
+    """List the rigs that can be named with --rig."""
+    rigs = [load_rig(name) for name in known_rigs()]
+    if as_json:
+        typer.echo(json.dumps([rig.model_dump(mode="json") for rig in rigs], indent=2))
+        return
+    table = Table("rig", "kind", "what it is", "capabilities")
+    for rig in rigs:
+        table.add_row(rig.name, rig.kind, rig.summary, ", ".join(rig.capabilities))
+    Console().print(table)
+
+
+@rig_app.command("probe")
+def probe(
+    rig: Annotated[str, typer.Argument(help="A rig's name, or a path of a description that ends in .yaml.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what is there for RIG, and what each property would need.
+
+    Exit 0: all there. 1: something is missing. 2: no such rig.
+    """
+    try:
+        description = load_rig(rig)
+    except RigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_UNUSABLE) from error
+    report = probe_rig(description)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        _print_report(report)
+    raise typer.Exit(0 if report.ready else EXIT_NOT_READY)
+
+
+def _print_report(report: ProbeReport) -> None:
+    console = Console()
+    machine = report.machine
+    memory_gib = int(machine["memory_bytes"]) / (1 << 30)
+    console.print(
+        f"rig [bold]{report.rig}[/bold] on {machine['cpu']}, {machine['cpus']} CPUs, {memory_gib:.1f} GiB memory, "
+        f"{machine['architecture']}, Linux {machine['kernel']}, Python {machine['python']}",
+        highlight=False,
+    )
+    table = Table("capability", "state", "detail", "what it is")
+    for finding in report.capabilities:
+        state = "[green]available[/green]" if finding.available else "[red]missing[/red]"
+        table.add_row(finding.name, state, finding.detail, CAPABILITIES[finding.name])
+    console.print(table)
+    table = Table("property", "can run", "needs", "missing")
+    for item in report.properties:
+        table.add_row(
+            item.name, "yes" if item.runnable else "no", ", ".join(item.needs), ", ".join(item.missing) or "-"
+        )
+    console.print(table)

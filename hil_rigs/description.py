@@ -1,0 +1,111 @@
+"""Rig descriptions: one YAML file a rig under `hil_rigs/rigs/`, or a user's own file [design 2]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hil_rigs.capabilities import CAPABILITIES
+
+RIGS_DIR = Path(__file__).parent / "rigs"
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class RigError(ValueError):
+    """A rig that is unknown, or a description that does not hold; the message names field, value and limit."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(_Strict):
+    """Sizes of one engine. All are counts; lengths are in tokens [design 3, 4, 5]."""
+
+    rings: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
+    slots: Annotated[int, Field(ge=1, le=4096, strict=True)] = 256
+    page_size: Annotated[int, Field(ge=1, le=1024, strict=True)] = 16
+    pages: Annotated[int, Field(ge=8, strict=True)] = 512
+    max_running: Annotated[int, Field(ge=1, le=4096, strict=True)] = 32
+    token_budget: Count = 256
+    max_model_len: Annotated[int, Field(ge=2, strict=True)] = 2048
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size is {self.page_size}: it must be a power of two")
+        if self.token_budget < self.max_running:
+            raise ValueError(
+                f"token_budget is {self.token_budget}, below max_running {self.max_running}: "
+                "every running row needs one token of each step"
+            )
+        if self.max_running > self.rings * self.slots:
+            raise ValueError(f"max_running is {self.max_running}, above the {self.rings * self.slots} slots there are")
+        return self
+
+
+class RigDescription(_Strict):
+    """One rig: its kind selects the launcher, its capabilities the tests that apply."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+    kind: Literal["local"]
+    summary: Annotated[str, Field(min_length=1, max_length=200)]
+    capabilities: Annotated[tuple[str, ...], Field(min_length=1)]
+    engine: EngineSettings = EngineSettings()
+    engine_command: tuple[str, ...] = ()
+    """Arguments of this Python that start the engine process, before Blink's own; empty: the shipped engine."""
+
+    @model_validator(mode="after")
+    def _capabilities_are_known(self) -> Self:
+        unknown = sorted(set(self.capabilities) - set(CAPABILITIES))
+        if unknown:
+            raise ValueError(f"unknown capabilities {', '.join(unknown)}; known: {', '.join(CAPABILITIES)}")
+        if len(set(self.capabilities)) != len(self.capabilities):
+            raise ValueError("a capability is listed twice")
+        return self
+
+
+def known_rigs() -> tuple[str, ...]:
+    """Names of the rigs that Blink ships, sorted."""
+    return tuple(sorted(path.stem for path in RIGS_DIR.glob("*.yaml")))
+
+
+def load_rig(name_or_path: str | Path) -> RigDescription:
+    """Read a rig by name (`local`) or from a YAML file (a path that ends in .yaml or .yml).
+
+    Raises RigError for an unknown name (listing the known ones), an unreadable file, or a field that does not hold.
+    """
+    text = str(name_or_path)
+    is_file = text.endswith((".yaml", ".yml"))
+    path = Path(text) if is_file else RIGS_DIR / f"{text}.yaml"
+    if not is_file and text not in known_rigs():
+        raise RigError(f"unknown rig {text!r}; known rigs: {', '.join(known_rigs())}. A path must end in .yaml")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RigError(f"cannot read the rig description {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise RigError(f"{path} holds {type(raw).__name__}, not a mapping of a rig's fields")
+    try:
+        rig = RigDescription.model_validate(raw)
+    except ValidationError as error:
+        raise RigError(f"{path} does not hold:\n{_explain(error)}") from error
+    if not is_file and rig.name != text:
+        raise RigError(f"{path} describes a rig named {rig.name!r}; it must be named {text!r}")
+    return rig
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "rig"
+        value = item.get("input")
+        shown = "" if isinstance(value, BaseModel | dict) else f" (value: {value!r})"
+        lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ')}{shown}")
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""`blink serve`: run a model on a rig until it is told to stop [design 10]."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from blink_core.model_store import ModelStoreError, resolve
+from hil_rigs.description import RigError, load_rig
+from hil_rigs.local import LocalRig
+
+EXIT_ENGINE_DIED = 1
+EXIT_UNUSABLE = 2
+
+
+def serve(
+    model: Annotated[str, typer.Option("--model", help="A pinned model's name, a .gguf file, or a folder.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    rig: Annotated[str, typer.Option("--rig", help="A rig's name or a description's path.")] = "local",
+) -> None:
+    """Serve MODEL with an OpenAI-style API. Ctrl-C stops; exit 1 if the engine died, 2 if it could not start."""
+    try:
+        description = load_rig(rig)
+        path = resolve(model)
+    except (RigError, ModelStoreError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_UNUSABLE) from error
+    with stop_signals() as stopped:
+        server = LocalRig(description, path, host=host, port=port)
+        typer.echo(f"starting {path.name} on rig {description.name} ...", err=True)
+        try:
+            server.start()
+        except Exception as error:
+            server.stop()
+            typer.echo(f"error: could not start: {error}", err=True)
+            raise typer.Exit(EXIT_UNUSABLE) from error
+        try:
+            typer.echo(
+                f"serving at {server.base_url}\n\n{example_request(server.base_url, server.model_name)}\n", err=True
+            )
+            reason = wait_until_over(server, stopped)
+        finally:
+            typer.echo("stopping ...", err=True)
+            server.stop()
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(EXIT_ENGINE_DIED)
+
+
+def example_request(base_url: str, model_name: str) -> str:
+    """A curl command line that shows the server at work."""
+    body = {"model": model_name, "messages": [{"role": "user", "content": "What is a GPU?"}], "max_tokens": 48}
+    return (
+        f"  curl -N {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d {shlex.quote(json.dumps({**body, 'stream': True}))}"
+    )
+
+
+def wait_until_over(server: LocalRig, stopped: threading.Event) -> str | None:
+    """Wait for a stop signal (returns None) or for a process of the rig to die (returns the reason).
+
+    Uses `LocalRig.wait(timeout) -> str | None`: the reason once a process has died, None when the seconds are over.
+    """
+    while not stopped.is_set():
+        reason = server.wait(timeout=0.5)
+        if reason is not None:
+            return reason
+    return None
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set. A second SIGINT interrupts at once, for a stop that itself hangs."""
+    stopped = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stopped.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stopped.set()
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,80 @@
+"""The project's own files: what is packaged, pinned and promised."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import hil_rigs
+
+ROOT = Path(hil_rigs.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins() -> dict[str, str]:
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            found[canonical(name)] = version
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements() -> list[Requirement]:
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    return [Requirement(text) for group in (project["dependencies"], *extras) for text in group]
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_pins_hold_every_range(requirement: Requirement) -> None:
+    """Catches: a dependency without a pin, or a pin outside its range, which makes the install fail or drift."""
+    assert pins()[canonical(requirement.name)] in requirement.specifier
+
+
+def test_engine_needs_no_oracle() -> None:
+    """Catches: torch or transformers becoming a dependency of the engine."""
+    names = {canonical(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert not names & {"torch", "transformers", "pytest", "cupy-cuda13x", "pyverbs"}
+
+
+def test_no_registry_host_or_machine_path() -> None:
+    """Catches: an index address or one machine's path written into the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    pattern = re.compile(r"https?://[\w.-]*(pypi|pythonhosted|npmjs|debian|pytorch)\b|/root/|/home/|/opt/wheels|/work/")
+    offenders = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if (
+            path.suffix in {".py", ".toml", ".txt", ".md", ".yaml", ".yml", ".json", ".cpp", ".hpp", ".j2", ""}
+            and path.is_file()
+        ):
+            for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+                if pattern.search(line) and path != Path(__file__):
+                    offenders.append(f"{name}:{number}: {line.strip()[:80]}")
+    assert offenders == []
+
+
+def test_makefile_and_readme_name_the_two_commands() -> None:
+    """Catches: a README that promises a command which the Makefile no longer has."""
+    makefile = (ROOT / "Makefile").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for command in re.findall(r"\bmake ([a-z]+)", readme):
+        assert re.search(rf"^{command}:", makefile, re.M), f"README says `make {command}`"
+    assert readme.index("make certify") < readme.index("make test") < readme.index("## ")

@@ -1,0 +1,152 @@
+"""Rig descriptions, limits, probing, and `blink rig`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import verification
+from blink_core.abi.config import EngineConfig, fit_shared_memory
+from blink_core.runtime import engine_main
+from hil_rigs.capabilities import CAPABILITIES, PROPERTY_NEEDS
+from hil_rigs.cli import rig_app
+from hil_rigs.description import RIGS_DIR, RigError, known_rigs, load_rig
+from hil_rigs.limits import SHM_MINIMUM_BYTES, SHM_SHARE
+from hil_rigs.probe import PROBES, probe_cpu, probe_rig, probe_shared_memory
+
+LOCAL: dict[str, Any] = yaml.safe_load((RIGS_DIR / "local.yaml").read_text())
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**LOCAL, **changes}))
+    return path
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    return {**LOCAL["engine"], **changes}
+
+
+def test_shipped_rigs_hold() -> None:
+    """Catches: a shipped description that no longer loads, or a capability that nothing can probe."""
+    assert known_rigs() == ("local",)
+    for name in known_rigs():
+        rig = load_rig(name)
+        assert set(rig.capabilities) <= set(PROBES) == set(CAPABILITIES)
+
+
+def test_unknown_rig_lists_known() -> None:
+    """Catches: `--rig lokal` answered with a missing file."""
+    with pytest.raises(RigError, match=r"unknown rig 'lokal'; known rigs: local"):
+        load_rig("lokal")
+    with pytest.raises(RigError, match="unknown rig"):
+        load_rig("../rigs/local")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": engine(slots=4097)}, ("engine.slots", "4097", "4096")),
+        ({"engine": engine(slots=0)}, ("engine.slots", "0")),
+        ({"engine": engine(slots="256")}, ("engine.slots", "'256'")),
+        ({"engine": engine(pages=7)}, ("engine.pages", "7", "8")),
+        ({"engine": engine(page_size=24)}, ("page_size is 24", "power of two")),
+        ({"engine": engine(token_budget=8)}, ("token_budget is 8", "max_running 32")),
+        ({"engine": engine(slots=15)}, ("max_running is 32", "30 slots")),
+        ({"engine": engine(colour="red")}, ("engine.colour", "Extra inputs")),
+        ({"kind": "gpu"}, ("kind", "'gpu'")),
+        ({"capabilities": ["cpu", "warp-drive"]}, ("unknown capabilities warp-drive", "oracle")),
+        ({"capabilities": ["cpu", "cpu"]}, ("listed twice",)),
+        ({"capabilities": []}, ("capabilities",)),
+        ({"name": "Local Rig"}, ("name", "Local Rig")),
+    ],
+)
+def test_bad_field_is_named(tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Catches: a wrong number in a description that reaches the engine, or an error without field and value."""
+    with pytest.raises(RigError) as caught:
+        load_rig(write(tmp_path, **changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("[1, 2]", "list, not a mapping"), ("a: [", "not valid YAML"), ("", "NoneType"), (b"\xff", "YAML")],
+)
+def test_bad_file(tmp_path: Path, content: str | bytes, words: str) -> None:
+    """Catches: a broken file ending in a traceback of the YAML library."""
+    path = tmp_path / "rig.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RigError, match=words):
+        load_rig(path)
+    with pytest.raises(RigError, match="No such file"):
+        load_rig(tmp_path / "absent.yaml")
+
+
+def test_limits_agree_with_the_engine() -> None:
+    """Catches: the doctor or the probe passing a machine on which the engine then cannot place its rings."""
+    settings = load_rig("local").engine
+    config = EngineConfig(
+        vocab=49152,
+        rings=settings.rings,
+        slots=settings.slots,
+        page_size=settings.page_size,
+        pages=settings.pages,
+        max_rows=settings.max_running,
+        token_budget=settings.token_budget,
+        max_len=settings.max_model_len,
+    )
+    assert engine_main.SHM_SHARE == SHM_SHARE
+    assert fit_shared_memory(config, int(SHM_MINIMUM_BYTES * SHM_SHARE)) == config
+
+
+def test_probe_says_which_properties_cannot_run() -> None:
+    """Catches: a missing capability that leaves a property looking runnable."""
+    there = {name: (lambda: (True, "there")) for name in CAPABILITIES}
+    report = probe_rig(load_rig("local"), {**there, "oracle": lambda: (False, "not installed: torch")})
+    assert not report.ready
+    blocked = {item.name: item.missing for item in report.properties if not item.runnable}
+    assert blocked == {"kv-content": ("oracle",), "token-equivalence": ("oracle",)}
+    assert probe_rig(load_rig("local"), there).ready
+
+
+def test_probes_find_what_is_missing(tmp_path: Path) -> None:
+    """Catches: a probe that cannot fail."""
+    assert probe_shared_memory(str(tmp_path / "absent"))[0] is False
+    assert probe_shared_memory(str(tmp_path), minimum=1 << 60)[0] is False
+    assert probe_shared_memory(str(tmp_path), minimum=1)[0] is True
+    available, detail = probe_cpu(module="blink_core.no_such_module")
+    assert not available
+    assert "no_such_module" in detail
+
+
+def test_each_suite_property_has_its_needs() -> None:
+    """Catches: a property added to the suite that `rig probe` does not know, or one listed that no test carries."""
+    suite = Path(verification.__file__).parent / "suite"
+    marked = set()
+    for path in suite.glob("test_*.py"):
+        marked |= set(re.findall(r'blink_property\(\s*"([a-z-]+)"', path.read_text()))
+    assert marked == set(PROPERTY_NEEDS)
+
+
+def test_rig_commands() -> None:
+    """Catches: an exit code or JSON that a script cannot use; an unknown rig without the known ones."""
+    listed = CliRunner().invoke(rig_app, ["list", "--json"])
+    assert [rig["name"] for rig in json.loads(listed.stdout)] == ["local"]
+    unknown = CliRunner().invoke(rig_app, ["probe", "nope"])
+    assert unknown.exit_code == 2
+    assert "known rigs: local" in unknown.output
+    probed = CliRunner().invoke(rig_app, ["probe", "local", "--json"])
+    document = json.loads(probed.stdout)
+    assert probed.exit_code == (0 if document["ready"] else 1)
+    assert {item["name"] for item in document["capabilities"]} == set(CAPABILITIES)
+    assert document["machine"]["cpus"] >= 1
+    shown = CliRunner().invoke(rig_app, ["probe", "local"])
+    assert shown.exit_code == probed.exit_code
+    assert "shared-memory" in shown.output

@@ -1,0 +1,72 @@
+"""`blink serve`: what it refuses, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import threading
+from typing import cast
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hil_rigs.local import LocalRig
+from hil_rigs.serve import example_request, serve, stop_signals, wait_until_over
+
+app = typer.Typer()
+app.command()(serve)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "no-such-model"], "known models: SmolLM2-135M-Instruct"),
+        (["--model", "SmolLM2-135M-Instruct", "--rig", "nope"], "known rigs: local"),
+        (["--model", "SmolLM2-135M-Instruct", "--port", "70000"], "65535"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str) -> None:
+    """Catches: a wrong argument found only after the engine started, or an exit code of 0."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_example_request_is_a_valid_command() -> None:
+    """Catches: an example that a shell or the server cannot read."""
+    words = shlex.split(example_request("http://127.0.0.1:8000", "It's a model").replace("\\\n", ""))
+    assert words[0] == "curl"
+    assert "http://127.0.0.1:8000/v1/chat/completions" in words
+    assert json.loads(words[words.index("-d") + 1])["model"] == "It's a model"
+
+
+class Rig:
+    """A rig whose processes live until told otherwise."""
+
+    def __init__(self, reasons: list[str | None]) -> None:
+        self.reasons = reasons
+
+    def wait(self, timeout: float) -> str | None:
+        return self.reasons.pop(0)
+
+
+def test_death_of_the_engine_ends_the_wait() -> None:
+    """Catches: a server that stays up, answering 503, after its engine died."""
+    rig = cast(LocalRig, Rig([None, "engine process died"]))
+    assert wait_until_over(rig, threading.Event()) == "engine process died"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_and_are_restored(number: signal.Signals) -> None:
+    """Catches: SIGTERM that kills without stopping the rig's processes; handlers left behind."""
+    before = signal.getsignal(number)
+    with stop_signals() as stopped:
+        os.kill(os.getpid(), number)
+        assert stopped.wait(10)
+        assert wait_until_over(cast(LocalRig, Rig([])), stopped) is None
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(number) is before
