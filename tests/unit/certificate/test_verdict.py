@@ -1,0 +1,125 @@
+"""The verdict as a pure function of outcomes and the required set."""
+
+from __future__ import annotations
+
+import pytest
+
+from verification.certificate import required
+from verification.certificate.outcomes import Outcome
+from verification.certificate.required import Profile, PropertyRequirement, RequiredSetError
+from verification.certificate.verdict import ExitCode, TestOutcome, decide
+
+PROFILE = Profile(
+    deadline_s=1,
+    test_timeout_s=1,
+    max_examples=1,
+    properties={"a": PropertyRequirement(min_passed=2), "b": PropertyRequirement(tests=("b/one",))},
+)
+GOOD = [
+    TestOutcome("a/one", "a", Outcome.PASSED),
+    TestOutcome("a/two", "a", Outcome.PASSED),
+    TestOutcome("b/one", "b", Outcome.PASSED),
+]
+
+
+def with_test(*more: TestOutcome) -> list[TestOutcome]:
+    replaced = {test.id for test in more}
+    return [*(test for test in GOOD if test.id not in replaced), *more]
+
+
+def test_everything_required_passed_is_a_pass() -> None:
+    """Catches: a verdict that never passes."""
+    verdict = decide(GOOD, PROFILE)
+    assert (verdict.exit_code, verdict.reasons, verdict.line) == (ExitCode.PASS, (), "verdict: passed (exit 0)")
+
+
+@pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.PASSED])
+def test_required_test_that_did_not_pass_denies(outcome: Outcome) -> None:
+    """Catches: any outcome beside passed (a skip above all) counted as good enough for a required test."""
+    verdict = decide(with_test(TestOutcome("b/one", "b", outcome)), PROFILE)
+    failed = outcome is Outcome.PRODUCT_FAILURE
+    assert verdict.exit_code == (ExitCode.PROPERTY_FAILED if failed else ExitCode.COULD_NOT_RUN)
+    assert any("b/one" in reason for reason in verdict.reasons)
+
+
+def test_required_test_that_nobody_collected_denies() -> None:
+    """Catches: a required test that was deleted or renamed."""
+    verdict = decide([test for test in GOOD if test.id != "b/one"], PROFILE)
+    assert verdict.exit_code is ExitCode.COULD_NOT_RUN
+    assert "b: required test b/one is missing" in verdict.reasons
+
+
+def test_too_few_passed_tests_deny() -> None:
+    """Catches: a property whose tests were filtered away."""
+    verdict = decide(with_test(TestOutcome("a/two", "a", Outcome.FILTERED)), PROFILE)
+    assert verdict.reasons == ("a: 1 tests passed, at least 2 required",)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SKIPPED, Outcome.MISSING, Outcome.UNKNOWN, Outcome.BLOCKED])
+def test_a_hole_in_a_required_property_denies(outcome: Outcome) -> None:
+    """Catches: one more test of a required property that silently did not decide."""
+    assert decide(with_test(TestOutcome("a/three", "a", outcome)), PROFILE).exit_code is ExitCode.COULD_NOT_RUN
+
+
+def test_filtered_extra_test_is_no_hole() -> None:
+    """Catches: a test for another rig that denies this one."""
+    assert decide(with_test(TestOutcome("a/gpu", "a", Outcome.FILTERED)), PROFILE).exit_code is ExitCode.PASS
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.INFRASTRUCTURE, Outcome.TEST_DEFECT, Outcome.UNKNOWN, Outcome.BLOCKED, Outcome.MISSING]
+)
+def test_property_failure_outranks_everything(outcome: Outcome) -> None:
+    """Catches: a violation hidden because the rig also broke; and that it names the property first."""
+    tests = with_test(TestOutcome("b/one", "b", outcome), TestOutcome("a/two", "a", Outcome.PRODUCT_FAILURE))
+    verdict = decide(tests, PROFILE, ["the deadline passed"])
+    assert verdict.exit_code is ExitCode.PROPERTY_FAILED
+    assert verdict.reasons[0] == "a: a/two is a product failure"
+
+
+def test_failure_outside_the_required_set_still_fails() -> None:
+    """Catches: a violation ignored because its test was not listed."""
+    verdict = decide(with_test(TestOutcome("x/y", None, Outcome.PRODUCT_FAILURE)), PROFILE)
+    assert verdict.exit_code is ExitCode.PROPERTY_FAILED
+
+
+def test_session_error_denies() -> None:
+    """Catches: a run cut short by its deadline that passes on what it had."""
+    verdict = decide(GOOD, PROFILE, ["the deadline passed"])
+    assert verdict.exit_code is ExitCode.COULD_NOT_RUN
+
+
+def test_nothing_run_denies() -> None:
+    """Catches: an empty suite that passes."""
+    assert decide([], PROFILE).exit_code is ExitCode.COULD_NOT_RUN
+
+
+def test_shipped_required_set_loads() -> None:
+    """Catches: a required file that does not parse, or a property of the issue that is not required."""
+    loaded = required.load("local")
+    five = {"queue-ordering", "kv-conservation", "kv-content", "token-equivalence", "streaming"}
+    assert set(loaded.profile("smoke").properties) == set(loaded.profile("full").properties) == five
+    assert "nothing about GPUs" in loaded.scope
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("max_examples: 15", "max_examples: 0"), "greater than 0"),
+        (("      streaming:\n        tests", "      speed:\n        tests"), "without a text"),
+        (("schema_version: 1", "schema_version: 2"), "schema_version"),
+        (("rig: local", "rig: local\ncolour: red"), "colour"),
+    ],
+)
+def test_bad_required_set_is_refused(change: tuple[str, str], message: str) -> None:
+    """Catches: a typing error in a required set that requires less, without a word."""
+    with pytest.raises(RequiredSetError, match=message):
+        required.parse(required.required_text("local").replace(*change), "x.yaml")
+
+
+def test_unknown_rig_and_profile_name_the_known_ones() -> None:
+    """Catches: an error that does not say what would have been right."""
+    with pytest.raises(RequiredSetError, match="unknown rig 'moon'; known rigs: .*local"):
+        required.load("moon")
+    with pytest.raises(RequiredSetError, match="no profile 'lunch'; it has: smoke, full"):
+        required.load("local").profile("lunch")

@@ -1,0 +1,269 @@
+"""Builds `report.json` from the records of a run, and checks it against its JSON Schema before it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from verification.certificate import provenance
+from verification.certificate.outcomes import MEANINGS, Outcome, gravest
+from verification.certificate.records import TestRecord
+from verification.certificate.required import Profile, RequiredSet, parse, text_digest
+from verification.certificate.statistics import CONFIDENCE, rate_interval
+from verification.certificate.verdict import ExitCode, RunVerdict, TestOutcome, decide
+
+SCHEMA_VERSION = "1.0"
+
+
+class ReportError(ValueError):
+    """A report that does not satisfy its schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """What was run: everything of a report that the tests do not say themselves.
+
+    Times are ISO 8601 in UTC. `model` has "name", "path", "sha256"; unknown values are null.
+    """
+
+    run_id: str
+    rig: str
+    profile: str
+    seed: int
+    seed_source: str
+    started: str
+    ended: str
+    duration_s: float
+    command: list[str]
+    required_text: str
+    thresholds_text: str | None
+    model: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of `report.json`."""
+    text = (resources.files("verification") / "certificate" / "report.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def validate(report: Any) -> None:
+    """Raise `ReportError` naming the first place where `report` breaks the schema."""
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schema())
+    error = jsonschema.exceptions.best_match(validator.iter_errors(report))
+    if error is not None:
+        raise ReportError(f"report.json at {error.json_path}: {error.message[:500]}")
+
+
+def outcomes_of(report: dict[str, Any]) -> list[TestOutcome]:
+    """The tests of a report as the verdict needs them."""
+    return [TestOutcome(test["id"], test["property"], Outcome(test["outcome"])) for test in report["tests"]]
+
+
+def recompute(report: dict[str, Any], required: RequiredSet) -> RunVerdict:
+    """The verdict that the report's own tests give under a required set."""
+    return decide(outcomes_of(report), required.profile(report["run"]["profile"]), report["session_errors"])
+
+
+def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[str]) -> dict[str, Any]:
+    """Build the report of a run and validate it.
+
+    Args:
+        run: what was run.
+        records: all tests, also those that never ran.
+        errors: errors of the session itself (an internal error, the deadline).
+    """
+    required = parse(run.required_text, f"required/{run.rig}.yaml")
+    profile = required.profile(run.profile)
+    records = _with_missing(records, profile)
+    verdict = decide([TestOutcome(r.id, r.property, r.outcome) for r in records], profile, errors)
+    engine = provenance.engine_modules()
+    source = provenance.source_state()
+    situations = _situations(records, profile)
+    clean_full = run.profile == "full" and source["dirty"] is False
+    certified = verdict.exit_code is ExitCode.PASS and clean_full
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "certificate" if certified else "report",
+        "tool": {"name": provenance.DISTRIBUTION, "version": provenance.tool_version()},
+        "claim": _claim(run, required, verdict, certified, engine, source),
+        "run": {
+            "id": run.run_id,
+            "rig": run.rig,
+            "profile": run.profile,
+            "seed": run.seed,
+            "seed_source": run.seed_source,
+            "started": run.started,
+            "ended": run.ended,
+            "duration_s": run.duration_s,
+            "command": run.command,
+            "facts": run.facts,
+        },
+        "machine": provenance.machine(),
+        "source": source,
+        "digests": {
+            "required": text_digest(run.required_text),
+            "thresholds": None if run.thresholds_text is None else text_digest(run.thresholds_text),
+            "sources": provenance.sources_digest(),
+            "engine": engine,
+        },
+        "counts": {str(outcome): sum(r.outcome is outcome for r in records) for outcome in Outcome},
+        "properties": _properties(records, required, profile),
+        "situations": situations,
+        "faults": _faults(records, required, profile),
+        "not_run": _not_run(records),
+        "not_covered": list(required.not_covered),
+        "warnings": _warnings(situations, source, engine),
+        "session_errors": list(errors),
+        "tests": [asdict(record) | {"outcome": str(record.outcome)} for record in records],
+        "verdict": {
+            "word": verdict.word,
+            "exit_code": int(verdict.exit_code),
+            "certified": certified,
+            "reasons": list(verdict.reasons),
+        },
+    }
+    validate(report)
+    return report
+
+
+def _with_missing(records: Sequence[TestRecord], profile: Profile) -> list[TestRecord]:
+    """The records, with those required tests that nobody even collected."""
+    known = {record.id for record in records}
+    absent = [
+        TestRecord(test_id, "", name, Outcome.MISSING, message="required and not collected", phase="collection")
+        for name, requirement in profile.properties.items()
+        for test_id in requirement.tests
+        if test_id not in known
+    ]
+    return [*records, *absent]
+
+
+def _claim(
+    run: RunDescription,
+    required: RequiredSet,
+    verdict: RunVerdict,
+    certified: bool,
+    engine: dict[str, str],
+    source: dict[str, Any],
+) -> dict[str, Any]:
+    names = ", ".join(run_name for run_name in required.profile(run.profile).properties)
+    model = run.model.get("name") or "no model"
+    what = f"engine {_short_engine(engine)} with model {model} (sha256 {_short(run.model.get('sha256'))})"
+    match verdict.exit_code:
+        case ExitCode.PASS:
+            text = f"On rig {run.rig}, {what} passed every required check of: {names}."
+        case ExitCode.PROPERTY_FAILED:
+            text = f"On rig {run.rig}, {what} broke at least one property."
+        case _:
+            text = f"On rig {run.rig}, it could not be decided whether {what} has the required properties: {names}."
+    if certified:
+        standing = "This is a certificate: profile full, clean source tree, required set complete."
+    elif run.profile != "full":
+        standing = f"This is a signed report, not a certificate: only profile full gives one, this is {run.profile}."
+    elif source["dirty"] is not False:
+        standing = "This is a signed report, not a certificate: the source tree was not a clean git tree."
+    else:
+        standing = "This is a signed report, not a certificate: the required set was not passed."
+    return {
+        "text": text,
+        "standing": standing,
+        "scope": required.scope,
+        "model": {key: run.model.get(key) for key in ("name", "path", "sha256")},
+        "options": run.facts.get("options", {}),
+    }
+
+
+def _short(digest: object) -> str:
+    return digest[:12] if isinstance(digest, str) else "unknown"
+
+
+def _short_engine(engine: dict[str, str]) -> str:
+    return ", ".join(_short(digest) for digest in engine.values()) or "(no compiled module found)"
+
+
+def _properties(records: Sequence[TestRecord], required: RequiredSet, profile: Profile) -> list[dict[str, Any]]:
+    names = dict.fromkeys([*profile.properties, *(r.property for r in records if r.property is not None)])
+    return [_property(name, [r for r in records if r.property == name], required, profile) for name in names]
+
+
+def _property(name: str, own: list[TestRecord], required: RequiredSet, profile: Profile) -> dict[str, Any]:
+    text = required.properties.get(name)
+    decided = [r for r in own if r.outcome in (Outcome.PASSED, Outcome.PRODUCT_FAILURE)]
+    failed = sum(r.outcome is Outcome.PRODUCT_FAILURE for r in decided)
+    # A test that counts no cases of its own is one case. A failed test has at least one bad case; how many more, nobody
+    # counted, so the interval is for the number of cases shown to be bad.
+    cases = sum(max(1, r.cases) for r in decided)
+    interval = rate_interval(failed, cases)
+    ran = [r.outcome for r in own if r.outcome is not Outcome.FILTERED]
+    return {
+        "name": name,
+        "title": text.title if text else name,
+        "statement": text.statement if text else "",
+        "required": name in profile.properties,
+        "outcome": str(gravest(ran)),
+        "tests": len(own),
+        "passed": sum(r.outcome is Outcome.PASSED for r in own),
+        "cases": cases,
+        "failures": failed,
+        "confidence": CONFIDENCE,
+        "failure_rate_interval": None if interval is None else list(interval),
+        "duration_s": sum(r.duration_s for r in own),
+    }
+
+
+def _situations(records: Sequence[TestRecord], profile: Profile) -> list[dict[str, Any]]:
+    reached: dict[str, list[str]] = {name: [] for name in profile.situations}
+    for record in records:
+        for name, was in record.situations.items():
+            reached.setdefault(name, [])
+            if was:
+                reached[name].append(record.id)
+    return [
+        {"name": name, "reached": bool(tests), "expected": name in profile.situations, "tests": tests}
+        for name, tests in reached.items()
+    ]
+
+
+def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profile) -> dict[str, Any]:
+    planted = []
+    for record in records:
+        for fault in record.planted_faults:
+            interval = rate_interval(fault["caught"], fault["planted"])
+            planted.append(
+                {**fault, "test": record.id, "property": record.property, "kill_rate_interval": list(interval or ())}
+            )
+    texts = {name: required.properties[name] for name in profile.properties}
+    return {
+        "planted": planted,
+        "would_detect": {name: list(text.would_detect) for name, text in texts.items()},
+        "would_not_detect": {name: list(text.would_not_detect) for name, text in texts.items()},
+    }
+
+
+def _not_run(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
+    left_out = (Outcome.FILTERED, Outcome.SKIPPED, Outcome.MISSING, Outcome.BLOCKED)
+    return [
+        {"id": r.id, "property": r.property, "outcome": str(r.outcome), "reason": r.message or MEANINGS[r.outcome]}
+        for r in records
+        if r.outcome in left_out
+    ]
+
+
+def _warnings(situations: Sequence[dict[str, Any]], source: dict[str, Any], engine: dict[str, str]) -> list[str]:
+    warnings = [f"situation {s['name']} was not reached" for s in situations if not s["reached"]]
+    if source["git_commit"] is None:
+        warnings.append("the sources are not in a git tree: no commit is recorded")
+    elif source["dirty"]:
+        warnings.append("the source tree has uncommitted changes")
+    if not engine:
+        warnings.append("no compiled engine module was found: no engine digest is recorded")
+    return warnings

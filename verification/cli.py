@@ -1,0 +1,149 @@
+"""The `blink` command [design 10]. What loads slowly or belongs to other packages is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+EXIT_INVALID = 1
+EXIT_UNUSABLE = 2
+
+# Command -> (module, attribute, its help line): loaded when the command is run, so that `blink --help` is fast.
+_LAZY: dict[str, tuple[str, str, str]] = {
+    "model": ("blink_core.model_store.cli", "model_app", "Models: fetch a pinned one, or look at one."),
+    "rig": ("hil_rigs.cli", "rig_app", "Rigs: what is described, and what is there on this machine."),
+    "serve": ("hil_rigs.serve", "serve", "Serve a model with an OpenAI-style API on a rig."),
+}
+
+
+app = typer.Typer(
+    help="Blink: serves large language models without the host CPU, and certifies that it does so correctly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+certificate_app = typer.Typer(help="Signed reports and certificates.", no_args_is_help=True)
+app.add_typer(certificate_app, name="certificate")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+ReportPath = Annotated[Path, typer.Argument(metavar="FILE", help="A run's output folder, or any file in it.")]
+
+
+def _fail(message: str) -> typer.Exit:
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(EXIT_UNUSABLE)
+
+
+@app.command("certify")
+def certify_command(
+    model: Annotated[str, typer.Option("--model", help="A pinned name, a .gguf file, or a folder.")] = _DEFAULT_MODEL,
+    rig: Annotated[str, typer.Option("--rig", help="The rig to run on; see `blink rig list`.")] = "local",
+    profile: Annotated[
+        str, typer.Option("--profile", help="smoke, nightly or full, as far as the rig has it.")
+    ] = "smoke",
+    out: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("out/certify"),
+    seed: Annotated[str | None, typer.Option("--seed", help="Root seed: a number, or 'random'.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="Private key (PEM, ed25519) that signs.")] = None,
+    deadline: Annotated[float | None, typer.Option("--deadline", min=1.0, help="Limit of the whole run, s.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run the suite on a rig. Exit 0 passed, 1 a property failed, 2 could not run."""
+    from verification.certificate.certify import certify
+
+    code = certify(rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json)
+    raise typer.Exit(code)
+
+
+@certificate_app.command("verify")
+def verify_command(
+    file: ReportPath,
+    trust: Annotated[Path | None, typer.Option("--trust", help="PEM public keys: a file or a folder.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check signature, files, schema and verdict, offline. Exit 0 valid, 1 not, 2 nothing to check."""
+    from dataclasses import asdict
+
+    from verification.certificate.keys import KeyFileError, load_trusted
+    from verification.certificate.verify import verify
+
+    try:
+        result = verify(file, load_trusted(trust) if trust is not None else ())
+    except (FileNotFoundError, KeyFileError) as error:
+        raise _fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps({**asdict(result), "summary": result.summary}, indent=1))
+    else:
+        for problem in result.problems:
+            typer.echo(f"problem: {problem}")
+        for note in result.notes:
+            typer.echo(f"note: {note}")
+        if result.valid:
+            typer.echo(f"signer: {result.key_id}\n{result.kind}: {result.verdict}")
+        typer.echo(result.summary)
+    raise typer.Exit(0 if result.valid else EXIT_INVALID)
+
+
+@certificate_app.command("show")
+def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
+    """Show a report: claim, properties, limits. Checks its form, not its signature (see verify)."""
+    from rich.console import Console
+
+    from verification.certificate.certify import summary_table
+    from verification.certificate.report import ReportError, validate
+
+    path = (file if file.is_dir() else file.parent) / "report.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        validate(report)
+    except (OSError, ValueError, ReportError) as error:
+        raise _fail(f"{path}: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    say(f"{report['claim']['text']}\n{report['claim']['standing']}\n{report['claim']['scope']}\n")
+    console.print(summary_table(report))
+    say(f"run {report['run']['id']}, {report['run']['started']}, seed {report['run']['seed']}")
+    say(f"commit {report['source']['git_commit'] or 'unknown'}{' (dirty)' if report['source']['dirty'] else ''}")
+    for reason in report["verdict"]["reasons"]:
+        say(f"- {reason}")
+    for line in [*(f"warning: {text}" for text in report["warnings"])]:
+        say(line)
+    for entry in report["not_run"]:
+        say(f"not run: {entry['id']} ({entry['outcome']}): {entry['reason']}")
+    for line in report["not_covered"]:
+        say(f"not covered: {line}")
+    say(f"verdict: {report['verdict']['word']} (exit {report['verdict']['exit_code']})")
+
+
+def mount(first: str | None) -> typer.Typer:
+    """The application for a command line whose first word is `first`; no other lazy command is imported."""
+    for name, (module, attribute, line) in _LAZY.items():
+        if name != first:
+            app.command(name, help=line)(_not_loaded)
+            continue
+        target = getattr(importlib.import_module(module), attribute)
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=name)
+        else:
+            app.command(name)(target)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a command that was not named on the command line was called")
+
+
+def main() -> None:
+    """Entry point of the `blink` command."""
+    mount(next((word for word in sys.argv[1:] if not word.startswith("-")), None))(prog_name="blink")

@@ -1,0 +1,419 @@
+"""What the plugin does during a session: filters, outcomes, records, and the report at the end."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import shutil
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from verification.certificate.classify import Classification, classify
+from verification.certificate.collector import JOURNAL, Collector
+from verification.certificate.identity import describe, own_id, property_of, replay_command
+from verification.certificate.jsonable import bounded, jsonable
+from verification.certificate.outcomes import Outcome, RigBroken, gravest
+from verification.certificate.recorder import Recorder
+from verification.certificate.records import TestRecord
+from verification.run_context import RunContext
+
+RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
+_HINT: pytest.StashKey[Classification] = pytest.StashKey()
+_PHASES: pytest.StashKey[dict[str, Classification]] = pytest.StashKey()
+_DURATION: pytest.StashKey[float] = pytest.StashKey()
+_DETAILS: pytest.StashKey[str] = pytest.StashKey()
+RIG_FIXTURES = frozenset({"rig", "engine", "client"})
+_MAX_DETAILS = 20_000
+_MAX_MESSAGE = 2_000
+# Set by `blink certify`, which builds and signs the report itself, from the journal, also when this process dies.
+JOURNAL_ONLY = "BLINK_JOURNAL_ONLY"
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+
+
+def _shorten(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - limit} characters left out ...\n{text[-half:]}"
+
+
+class SessionPlugin:
+    """Registered for one session, in the controlling process and, under pytest-xdist, in each worker."""
+
+    def __init__(self, config: pytest.Config, context: RunContext) -> None:
+        self.config = config
+        self.context = context
+        self.is_worker = hasattr(config, "workerinput")
+        self.started = _now()
+        self.clock = time.monotonic()
+        self.collector = Collector()
+        self.report: dict[str, Any] | None = None
+        self._setup_errors: dict[int, tuple[BaseException, str]] = {}
+        self._lock: Any = None
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _writes(self) -> bool:
+        return not self.is_worker and self.context.out is not None and not self.config.option.collectonly
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        if not self._writes:
+            return
+        from hil_rigs.locks import LockTimeout, OwnedLock
+        from verification.certificate.output import ALLURE, OutputError, lock_name, prepare
+
+        out = cast(Path, self.context.out)
+        self._lock = OwnedLock(lock_name(out), owner=self.context.run_id)
+        try:
+            self._lock.acquire(timeout_s=0.0)
+            prepare(out)  # with it goes the folder that allure's logger has just made
+            if self._allure_folder() == out / ALLURE:
+                (out / ALLURE).mkdir(exist_ok=True)
+        except (LockTimeout, OutputError) as error:
+            self._lock.release()
+            self._lock = None
+            raise pytest.UsageError(f"--out: {error}") from error
+        self.collector = Collector(out / JOURNAL)
+        self.collector.session(
+            {
+                "run_id": self.context.run_id,
+                "rig": self.context.rig,
+                "profile": self.context.profile_name,
+                "seed": self.context.seed,
+                "seed_source": self.context.seed_source,
+                "model": self.context.model,
+                "started": self.started,
+            }
+        )
+
+    def pytest_report_header(self) -> list[str]:
+        context = self.context
+        seed = f"{context.seed} ({context.seed_source}; --seed {context.seed} draws the same)"
+        lines = [
+            f"blink: rig {context.rig}, profile {context.profile_name}, model {context.model or 'none given'}, "
+            f"run {context.run_id}",
+            f"blink: root seed {seed}",
+        ]
+        if context.out is not None:
+            lines.append(f"blink: output {context.out}")
+        return lines
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["blink"] = {
+            "run_id": self.context.run_id,
+            "seed": self.context.seed,
+            "seed_source": self.context.seed_source,
+        }
+
+    # --- collection ----------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        owners: dict[str, str] = {}
+        for item in items:
+            test = own_id(item)
+            if test in owners and property_of(item) is not None:
+                raise pytest.UsageError(
+                    f"{item.nodeid} and {owners[test]} have the same own id {test!r}; give one an id"
+                )
+            owners[test] = item.nodeid
+            item.add_marker(pytest.mark.allure_label(test, label_type="as_id"))
+            item.add_marker(pytest.mark.allure_label(f"Blink on {self.context.rig}", label_type="epic"))
+            if (name := property_of(item)) is not None:
+                item.add_marker(pytest.mark.allure_label(name, label_type="feature"))
+            self._check_capabilities(item)
+        self.collector.collected(describe(item) for item in items)
+
+    @staticmethod
+    def _check_capabilities(item: pytest.Item) -> None:
+        """A misspelt capability would filter a test on every rig, without a word."""
+        from hil_rigs import capabilities
+
+        named = {str(name) for marker in item.iter_markers("capability") for name in marker.args}
+        unknown = sorted(named - set(capabilities.CAPABILITIES))
+        if unknown:
+            known = ", ".join(capabilities.CAPABILITIES)
+            raise pytest.UsageError(f"{item.nodeid}: unknown capability {', '.join(unknown)}; known: {known}")
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            self.collector.deselected(describe(item), "deselected on the command line")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        # Own id and property come with a test's first report; a test that no worker ever reports has its node id only.
+        self.collector.collected({"nodeid": nodeid, "id": nodeid, "property": None} for nodeid in ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.is_worker:
+            self.collector.finished(
+                TestRecord(
+                    f"collection/{report.nodeid}",
+                    report.nodeid,
+                    None,
+                    Outcome.TEST_DEFECT,
+                    message="the tests could not be collected",
+                    details=_shorten(str(report.longrepr), _MAX_DETAILS),
+                    phase="collection",
+                )
+            )
+
+    # --- each test -----------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        hint = self._left_out(item)
+        if hint is not None:
+            item.stash[_HINT] = hint
+            pytest.skip(hint.message)
+
+    def _left_out(self, item: pytest.Item) -> Classification | None:
+        context = self.context
+        profiles = {name for marker in item.iter_markers("blink_profile") for name in marker.args}
+        if profiles and context.profile_name not in profiles:
+            wanted = ", ".join(sorted(profiles))
+            return Classification(
+                Outcome.FILTERED, f"filtered: for profile {wanted}, this run is {context.profile_name}"
+            )
+        needs = {name for marker in item.iter_markers("capability") for name in marker.args} | self._needs(item)
+        absent = sorted(needs - context.capabilities)
+        if absent:
+            return Classification(Outcome.FILTERED, f"filtered: rig {context.rig} has no {', '.join(absent)}")
+        if context.broken is not None and RIG_FIXTURES & set(getattr(item, "fixturenames", ())):
+            return Classification(Outcome.BLOCKED, f"blocked: the rig broke earlier: {context.broken}")
+        return None
+
+    @staticmethod
+    def _needs(item: pytest.Item) -> set[str]:
+        from hil_rigs.capabilities import PROPERTY_NEEDS
+
+        return set(PROPERTY_NEEDS.get(property_of(item) or "", ()))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        phase = cast(str, report.when)
+        phases = item.stash.setdefault(_PHASES, {})
+        phases[phase] = self._classify(item, call, report, phase)
+        item.stash[_DURATION] = item.stash.get(_DURATION, 0.0) + report.duration
+        if report.failed and _DETAILS not in item.stash:
+            item.stash[_DETAILS] = _shorten(report.longreprtext, _MAX_DETAILS)
+        report.blink_item = json.dumps(describe(item))  # type: ignore[attr-defined]
+        if phase == "teardown":
+            record = self._record(item, phases)
+            report.blink_record = record.to_json()  # type: ignore[attr-defined]
+            report.blink_facts = json.dumps(jsonable(self.context.facts))  # type: ignore[attr-defined]
+            report.user_properties += [("blink_id", record.id), ("blink_outcome", str(record.outcome))]
+            report.user_properties += [("blink_property", record.property)] if record.property else []
+        return report
+
+    def _classify(
+        self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, phase: str
+    ) -> Classification:
+        if hasattr(report, "wasxfail"):
+            if report.skipped:
+                return Classification(Outcome.SKIPPED, f"expected failure: {report.wasxfail}")
+            return Classification(Outcome.TEST_DEFECT, "passed although marked as an expected failure")
+        if call.excinfo is None:
+            if report.failed:  # a strict xfail that passed
+                return Classification(Outcome.TEST_DEFECT, str(report.longrepr))
+            return Classification(Outcome.PASSED, "")
+        if report.skipped:
+            return item.stash.get(_HINT, None) or Classification(Outcome.SKIPPED, str(call.excinfo.value))
+        error = call.excinfo.value
+        if isinstance(error, RigBroken):
+            self.context.break_rig(f"{error} (first in {own_id(item)})")
+        if phase == "setup":
+            # pytest hands the error of a wide-scoped fixture to each test that asks for it: one cause, counted once.
+            known = self._setup_errors.setdefault(id(error), (error, own_id(item)))
+            if known[1] != own_id(item):
+                return Classification(Outcome.BLOCKED, f"blocked: {type(error).__name__} in setup, first in {known[1]}")
+        return classify(error, phase)
+
+    def _record(self, item: pytest.Item, phases: dict[str, Classification]) -> TestRecord:
+        outcome = gravest(classification.outcome for classification in phases.values())
+        phase, deciding = next((name, one) for name, one in phases.items() if one.outcome is outcome)
+        recorder = item.stash.get(RECORDER, None) or Recorder()
+        result = deciding.result
+        if result is not None:
+            recorder.take(result)
+        values = recorder.as_dict()
+        context = self.context
+        record = TestRecord(
+            id=own_id(item),
+            nodeid=item.nodeid,
+            property=property_of(item),
+            outcome=outcome,
+            duration_s=item.stash[_DURATION],
+            phase=phase if outcome is not Outcome.PASSED else "call",
+            message=_shorten(deciding.message, _MAX_MESSAGE),
+            details=item.stash.get(_DETAILS, ""),
+            seed=context.derive_seed(own_id(item)),
+            replay=replay_command(item.nodeid, context.rig, context.profile_name, context.model, context.seed),
+            **values,
+        )
+        if record.witness is None and outcome is Outcome.PRODUCT_FAILURE and result is None:
+            record.witness = bounded(dict(item.user_properties)) if item.user_properties else None
+        return record
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if not self.is_worker:
+            self.collector.started(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.is_worker:
+            return
+        if (described := getattr(report, "blink_item", None)) is not None:
+            self.collector.collected([json.loads(described)])
+        if (text := getattr(report, "blink_record", None)) is not None:
+            self.collector.finished(TestRecord.from_json(text))
+            for name, value in json.loads(getattr(report, "blink_facts", "{}")).items():
+                self.collector.fact(name, value)
+        elif report.when not in ("setup", "call", "teardown"):  # pytest-xdist's report of a worker that died
+            self.collector.crashed(report.nodeid, f"the worker that ran it died: {report.longrepr}")
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
+        """Break the rig as soon as a `RigBroken` is seen, also when it is a member of a group."""
+        error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(error, BaseExceptionGroup) and (broken := error.subgroup(RigBroken)) is not None:
+            self.context.break_rig(str(broken.exceptions[0]))
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        if not self.is_worker:
+            self.collector.error(_shorten(f"pytest internal error: {excrepr}", _MAX_DETAILS))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        if not self.is_worker:
+            self.collector.error(f"interrupted: {excinfo.typename} {excinfo.value}".strip())
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # after junitxml has written, before the terminal's summary
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        yield
+        if self.is_worker:
+            # What a worker deselected, the controller never sees otherwise.
+            deselected = [json.loads(r.to_json()) for r in self.collector.records.values() if r.phase == "collection"]
+            self.config.workeroutput["blink_deselected"] = deselected  # type: ignore[attr-defined]
+            return
+        if self._writes and self._lock is not None:
+            try:
+                self._end(cast(Path, self.context.out))
+            finally:
+                self._lock.release()
+
+    def _end(self, out: Path) -> None:
+        for name, value in jsonable(self.context.facts).items():
+            self.collector.fact(name, value)
+        if os.environ.get(JOURNAL_ONLY):
+            self.collector.end()
+        else:
+            self._write_report(out)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for values in getattr(node, "workeroutput", {}).get("blink_deselected", []):
+            if values["id"] not in self.collector.records:
+                self.collector.finished(TestRecord.from_json(json.dumps(values)))
+
+    def _allure_folder(self) -> Path | None:
+        folder = getattr(self.config.option, "allure_report_dir", None)
+        return Path(folder) if folder else None
+
+    def _write_report(self, out: Path) -> None:
+        from verification.certificate import output, report, required
+        from verification.plugin import invocation
+
+        self.collector.end()
+        records = self.collector.close()
+        description = describe_run(
+            self.context,
+            self.collector.facts,
+            self.started,
+            time.monotonic() - self.clock,
+            invocation(self.config),
+            required.required_text(self.context.rig),
+            required.thresholds_text(),
+        )
+        self.report = report.build(description, records, self.collector.errors)
+        xml = getattr(self.config.option, "xmlpath", None)
+        if xml and Path(xml).is_file() and Path(xml).resolve() != out / output.JUNIT:
+            shutil.copyfile(xml, out / output.JUNIT)
+        allure = self._allure_folder()
+        if allure is not None and allure.is_dir() and allure.resolve() != out / output.ALLURE:
+            shutil.copytree(allure, out / output.ALLURE, dirs_exist_ok=True)
+        output.finish(out, self.report, description.required_text, description.thresholds_text, self.context.key)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.report is None or self.context.out is None:
+            return
+        terminalreporter.section("Blink")
+        for entry in self.report["properties"]:
+            terminalreporter.write_line(
+                f"{entry['name']:<24} {entry['outcome']:<16} {entry['passed']} of {entry['tests']} tests passed"
+            )
+        for reason in self.report["verdict"]["reasons"]:
+            terminalreporter.write_line(f"- {reason}")
+        terminalreporter.write_line(f"report: {self.context.out / 'report.html'}")
+        terminalreporter.write_line(f"verdict: {self.report['verdict']['word']}")
+
+
+def model_path(model: str) -> Path | None:
+    """Where a model given by path or by pinned name lies; None where it is not to be found."""
+    from blink_core.model_store import ModelStoreError, resolve
+
+    try:
+        return resolve(model)
+    except ModelStoreError:
+        return None
+
+
+def describe_run(
+    context: RunContext,
+    facts: dict[str, Any],
+    started: str,
+    duration_s: float,
+    command: list[str],
+    required_text: str,
+    thresholds_text: str | None,
+) -> Any:
+    """The run as the report describes it; a model given as a file or folder is hashed unless the rig already did."""
+    from verification.certificate.provenance import model_digest
+    from verification.certificate.report import RunDescription
+
+    model = dict(facts.get("model") or {})
+    if context.model is not None:
+        path = model_path(context.model)
+        model.setdefault("name", context.model if path is None else path.name)
+        if path is not None:
+            model.setdefault("path", str(path.resolve()))
+            if not model.get("sha256"):
+                model["sha256"] = model_digest(path)
+    return RunDescription(
+        run_id=context.run_id,
+        rig=context.rig,
+        profile=context.profile_name,
+        seed=context.seed,
+        seed_source=context.seed_source,
+        started=started,
+        ended=_now(),
+        duration_s=duration_s,
+        command=command,
+        required_text=required_text,
+        thresholds_text=thresholds_text,
+        model=model,
+        facts={name: value for name, value in facts.items() if name != "model"},
+    )
