@@ -51,12 +51,16 @@ def certify_command(
     seed: Annotated[str | None, typer.Option("--seed", help="Root seed: a number, or 'random'.")] = None,
     key: Annotated[Path | None, typer.Option("--key", help="Private key (PEM, ed25519) that signs.")] = None,
     deadline: Annotated[float | None, typer.Option("--deadline", min=1.0, help="Limit of the whole run, s.")] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first failure.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the suite on a rig. Exit 0 passed, 1 a property failed, 2 could not run."""
     from verification.certificate.certify import certify
 
-    code = certify(rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json)
+    more = ("--exitfirst",) if fail_fast else ()
+    code = certify(
+        rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more
+    )
     raise typer.Exit(code)
 
 
@@ -147,3 +151,7 @@ def _not_loaded() -> None:
 def main() -> None:
     """Entry point of the `blink` command."""
     mount(next((word for word in sys.argv[1:] if not word.startswith("-")), None))(prog_name="blink")
+
+
+if __name__ == "__main__":
+    main()

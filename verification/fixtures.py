@@ -23,6 +23,7 @@ from hil_rigs.engine_memory import EngineUnreachable, StateSnapshot
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
 from hil_rigs.locks import OwnedLock, clean_stale
 from verification.certificate.outcomes import InfrastructureError, RigBroken
+from verification.certificate.provenance import model_digest
 from verification.drivers.ring import drain, run_program
 from verification.history import History
 from verification.program import Program, Shape, draw_program
@@ -164,9 +165,10 @@ def blink_model(blink_run: RunContext) -> Path:
 def rig(blink_run: RunContext, blink_model: Path) -> Iterator[LocalRig]:
     """The rig, serving the model under test: `.base_url`, `.ring(i)`, `.memory`, `.pid(process)`."""
     with _serving(blink_run, "model", blink_model, MODEL_SIZES, http=True) as rig:
-        blink_run.fact(
-            "options", {"engine": rig.options.engine, "engine_command": list(rig.description.engine_command)}
-        )
+        model = {"name": rig.model_name, "path": str(blink_model), "sha256": model_digest(blink_model)}
+        command = list(rig.description.engine_command)
+        blink_run.fact("model", model)
+        blink_run.fact("options", {"engine": rig.options.engine, "engine_command": command})
         yield rig
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -88,8 +89,7 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
     engine = provenance.engine_modules()
     source = provenance.source_state()
     situations = _situations(records, profile)
-    clean_full = run.profile == "full" and source["dirty"] is False
-    certified = verdict.exit_code is ExitCode.PASS and clean_full
+    certified = is_certificate(run.profile, int(verdict.exit_code), source["dirty"], run.facts)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": "certificate" if certified else "report",
@@ -121,7 +121,7 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
         "faults": _faults(records, required, profile),
         "not_run": _not_run(records),
         "not_covered": list(required.not_covered),
-        "warnings": _warnings(situations, source, engine),
+        "warnings": _warnings(situations, source, engine, run.facts),
         "session_errors": list(errors),
         "tests": [asdict(record) | {"outcome": str(record.outcome)} for record in records],
         "verdict": {
@@ -133,6 +133,16 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
     }
     validate(report)
     return report
+
+
+def foreign_engine(facts: dict[str, Any]) -> list[str]:
+    """The command of a rig description that starts another engine than the shipped one; empty for the shipped one."""
+    return list((facts.get("options") or {}).get("engine_command") or [])
+
+
+def is_certificate(profile: str, exit_code: int, dirty: bool | None, facts: dict[str, Any]) -> bool:
+    """A certificate is profile `full`, passed, of the shipped engine, from a clean tree; all else is a report."""
+    return profile == "full" and exit_code == int(ExitCode.PASS) and dirty is False and not foreign_engine(facts)
 
 
 def _with_missing(records: Sequence[TestRecord], profile: Profile) -> list[TestRecord]:
@@ -258,8 +268,12 @@ def _not_run(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _warnings(situations: Sequence[dict[str, Any]], source: dict[str, Any], engine: dict[str, str]) -> list[str]:
+def _warnings(
+    situations: Sequence[dict[str, Any]], source: dict[str, Any], engine: dict[str, str], facts: dict[str, Any]
+) -> list[str]:
     warnings = [f"situation {s['name']} was not reached" for s in situations if not s["reached"]]
+    if command := foreign_engine(facts):
+        warnings.append(f"not the shipped engine: the rig's description starts it by {shlex.join(command)}")
     if source["git_commit"] is None:
         warnings.append("the sources are not in a git tree: no commit is recorded")
     elif source["dirty"]:

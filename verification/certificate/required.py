@@ -91,18 +91,32 @@ def known_rigs() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
 
 
+def required_name(rig: str) -> str:
+    """Name of the required set of a rig: its own name, or for a description file the kind of rig it describes."""
+    if not rig.endswith((".yaml", ".yml")):
+        return rig
+    from hil_rigs.description import RigError, load_rig
+
+    try:
+        return load_rig(rig).kind
+    except RigError as error:
+        raise RequiredSetError(str(error)) from error
+
+
 def required_text(rig: str) -> str:
     """The text of a rig's required set; `RequiredSetError` for a rig that has none."""
-    if rig not in known_rigs():
+    name = required_name(rig)
+    if name not in known_rigs():
         raise RequiredSetError(f"unknown rig {rig!r}; known rigs: {', '.join(known_rigs())}")
-    return (_folder() / f"{rig}.yaml").read_text(encoding="utf-8")
+    return (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def load(rig: str) -> RequiredSet:
     """The required set of a rig."""
-    required = parse(required_text(rig), f"required/{rig}.yaml")
-    if required.rig != rig:
-        raise RequiredSetError(f"required/{rig}.yaml is for rig {required.rig!r}")
+    name = required_name(rig)
+    required = parse(required_text(rig), f"required/{name}.yaml")
+    if required.rig != name:
+        raise RequiredSetError(f"required/{name}.yaml is for rig {required.rig!r}")
     return required
 
 

@@ -13,6 +13,7 @@ from blink_core.abi.enums import LogKind
 from verification.certificate.recorder import Recorder
 from verification.criterion import TokenScores, judge_tokens, score_tokens
 from verification.fixtures import PROMPTS, Subject
+from verification.oracles.gguf_decode import check_weights
 from verification.properties import token_equivalence
 from verification.result import CheckResult, Verdict
 
@@ -67,6 +68,17 @@ def test_model_under_test(engine: Subject, record: Recorder, seed: int) -> None:
     Catches: the above, and errors of loading, scale or precision.
     """
     _check(engine, record, seed, PROGRAMS["model"])
+
+
+def test_weights(engine: Subject, record: Recorder) -> None:
+    """The oracle's weights, decoded a second time from the GGUF file by a decoder of the suite's own.
+
+    Catches: a decoding error of transformers or of the gguf package, which the engine may share.
+    """
+    assert engine.rig.model is not None
+    if engine.rig.model.suffix != ".gguf":
+        pytest.skip("the model is not a GGUF file: nothing is decoded")
+    record.check(check_weights(engine.rig.model, engine.oracles[1]))
 
 
 @pytest.mark.capability("http")
