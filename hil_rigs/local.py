@@ -40,7 +40,7 @@ class LocalOptions:
     batch_invariant: bool = False
     capture: bool = False
     verbosity: str = "info"
-    threads: int = 0  # BLAS threads of the engine, 0: as many as cores
+    threads: int = 0  # BLAS threads of the engine; 0: half the cores, for BLAS threads spin and starve the others
     engine: dict[str, int] = field(default_factory=dict)  # EngineConfig fields that override the description
 
 
@@ -163,8 +163,9 @@ class LocalRig:
     def _spawn(self, name: str, arguments: list[str]) -> None:
         assert self.run_dir is not None
         environment = dict(os.environ)
-        if name == "engine" and self.options.threads:
-            environment |= {v: str(self.options.threads) for v in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+        if name == "engine":
+            threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+            environment |= {v: str(threads) for v in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         with (self.run_dir / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, *arguments],
