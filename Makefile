@@ -103,7 +103,7 @@ check: install-dev model
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: install-dev
-	@$(PY) -m tests.bench
+	@$(PY) -m blink_core.bench
 
 clean:
 	rm -rf build allure-results .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

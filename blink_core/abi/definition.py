@@ -16,7 +16,8 @@ MAX_SLOTS = 4096  # 12 bits of an SQ word
 GENERATION_BITS = 24
 SEQ_BITS = 24
 
-# One submission-queue word: seq | op | slot | generation, from bit 0.
+# One submission-queue word: seq | op | slot | generation, from bit 0. The seq of index i is i % (2^SEQ_BITS - 1) + 1:
+# never 0, so that cleared memory is no entry at any index.
 SQ_SEQ_SHIFT = 0
 SQ_OP_SHIFT = 24
 SQ_SLOT_SHIFT = 28
@@ -97,7 +98,7 @@ CONFIG = Struct(
         Field("vocab", "u32", "true vocabulary size"),
         Field("max_pages", "u32", "pages of one block table: ceil(max_len / page_size)"),
         Field("visibility_polls", "u32", "re-reads of a torn descriptor before ERROR"),
-        Field("paused_limit", "u32", "steps without credits after which a row is preempted first"),
+        Field("paused_limit", "u32", "step boundaries in a row without credits after which a row gives way"),
         Field("log_entries", "u32", "event-log entries, power of two"),
         Field("log_level", "u32", "LogLevel"),
         Field("n_eos", "u32", "valid entries of eos_ids"),
@@ -203,7 +204,7 @@ REQUEST = Struct(
         Field("arrival", "u64", "age: grows by one per accepted request"),
         Field("seed", "u64"),
         Field("tag", "u64"),
-        Field("generation", "u32", "last generation seen"),
+        Field("generation", "u32", "of the live or last request"),
         Field("state", "u32", "RequestState"),
         Field("prompt_len", "u32"),
         Field("max_tokens", "u32"),
@@ -214,13 +215,14 @@ REQUEST = Struct(
         Field("next", "i32", "next in the ring's waiting list or -1"),
         Field("row", "i32", "block-table row while RUNNING or -1"),
         Field("preemptions", "u32"),
-        Field("paused", "u32", "steps in a row without credits"),
+        Field("paused", "u32", "step boundaries in a row without credits"),
         Field("temperature", "f32"),
         Field("top_p", "f32"),
         Field("choice", "u32"),
         Field("flags", "u32"),
         Field("n_stop", "u32"),
         Field("stop_ids", "i32", "", MAX_STOP_IDS),
+        Field("judged", "u32", "newest generation accepted or refused: each is judged once"),
     ),
 )
 
@@ -242,7 +244,7 @@ RING_STATE = Struct(
         Field("torn", "u32", "descriptors or prompts that needed a re-read"),
         Field("duplicates", "u32", "SUBMITs of a generation already accepted, ignored"),
         Field("stale_cancels", "u32", "CANCELs of no live request, ignored"),
-        Field("bad_heads", "u32", "front-end heads that went backwards or beyond the tail, ignored"),
+        Field("bad_heads", "u32", "front-end heads, 0 aside, that went backwards or beyond the tail, ignored"),
         Field("planned", "u32", "token credits used by the plan being made"),
     ),
 )

@@ -114,4 +114,4 @@ class StepStatus(IntEnum):
 
     OK = 0
     NAN_LOGITS = 1
-    FAILED = 2
+    FAILED = 2  # also what the scheduler writes beforehand: a row that the model step left out is no result

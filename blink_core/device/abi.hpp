@@ -53,7 +53,7 @@ struct alignas(8) Config {
   uint32_t vocab;  // true vocabulary size
   uint32_t max_pages;  // pages of one block table: ceil(max_len / page_size)
   uint32_t visibility_polls;  // re-reads of a torn descriptor before ERROR
-  uint32_t paused_limit;  // steps without credits after which a row is preempted first
+  uint32_t paused_limit;  // step boundaries in a row without credits after which a row gives way
   uint32_t log_entries;  // event-log entries, power of two
   uint32_t log_level;  // LogLevel
   uint32_t n_eos;  // valid entries of eos_ids
@@ -220,7 +220,7 @@ struct alignas(8) Request {
   uint64_t arrival;  // age: grows by one per accepted request
   uint64_t seed;
   uint64_t tag;
-  uint32_t generation;  // last generation seen
+  uint32_t generation;  // of the live or last request
   uint32_t state;  // RequestState
   uint32_t prompt_len;
   uint32_t max_tokens;
@@ -231,14 +231,14 @@ struct alignas(8) Request {
   int32_t next;  // next in the ring's waiting list or -1
   int32_t row;  // block-table row while RUNNING or -1
   uint32_t preemptions;
-  uint32_t paused;  // steps in a row without credits
+  uint32_t paused;  // step boundaries in a row without credits
   float temperature;
   float top_p;
   uint32_t choice;
   uint32_t flags;
   uint32_t n_stop;
   int32_t stop_ids[8];
-  uint8_t reserved_[4];
+  uint32_t judged;  // newest generation accepted or refused: each is judged once
 };
 static_assert(sizeof(Request) == 128);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -263,6 +263,7 @@ static_assert(__builtin_offsetof(Request, choice) == 80);
 static_assert(__builtin_offsetof(Request, flags) == 84);
 static_assert(__builtin_offsetof(Request, n_stop) == 88);
 static_assert(__builtin_offsetof(Request, stop_ids) == 92);
+static_assert(__builtin_offsetof(Request, judged) == 124);
 #endif
 
 // Scheduler's own record of a ring.
@@ -280,7 +281,7 @@ struct alignas(8) RingState {
   uint32_t torn;  // descriptors or prompts that needed a re-read
   uint32_t duplicates;  // SUBMITs of a generation already accepted, ignored
   uint32_t stale_cancels;  // CANCELs of no live request, ignored
-  uint32_t bad_heads;  // front-end heads that went backwards or beyond the tail, ignored
+  uint32_t bad_heads;  // front-end heads, 0 aside, that went backwards or beyond the tail, ignored
   uint32_t planned;  // token credits used by the plan being made
   uint8_t reserved_[48];
 };

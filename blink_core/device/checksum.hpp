@@ -1,5 +1,5 @@
 // 64-bit checksum of 32-bit words that a group computes in any order: a sum of mixed (word, index) pairs.
-// Not cryptographic: it detects torn and stale writes, not an attacker. Same function in blink_core/transport/checksum.py.
+// Not cryptographic: it detects torn and stale writes, not an attacker. blink_core/transport/checksum.py calls this one.
 #pragma once
 
 #include "abi.hpp"

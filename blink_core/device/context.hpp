@@ -93,7 +93,7 @@ BLINK_FN void log_event(const Context& c, LogLevel level, LogKind kind, uint32_t
                         uint32_t generation, uint32_t a, uint32_t b, uint32_t d) {
   if (c.config->log_level < uint32_t(level)) return;
   LogEntry& e = c.log[c.head->log_tail & (c.config->log_entries - 1)];
-  e.step = c.head->step;
+  e.step = c.plan->step;  // runs ahead of head->step while a step is planned
   e.kind = uint16_t(kind);
   e.ring = uint16_t(ring);
   e.slot = slot;

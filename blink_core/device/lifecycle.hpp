@@ -35,8 +35,8 @@ BLINK_FN void publish_events(const Context& c) {
 
 BLINK_FN uint64_t unconsumed(const RingState& rs) { return rs.cq_tail - rs.cq_head; }
 
-// True if one more terminal event fits beside those that live requests own and the tokens of the step in flight. Always so for a front end that honours
-// its slots; one that does not holds up its own ring only.
+// True if one more terminal event fits beside those that live requests own and the tokens of the step in flight. Always
+// so for a front end that honours its slots; one that does not holds up its own ring only.
 BLINK_FN bool terminal_credit(const Context& c, const RingState& rs) {
   return unconsumed(rs) + rs.planned + rs.live + 1 <= c.config->cq_entries;
 }
@@ -134,6 +134,17 @@ BLINK_FN void preempt(const Context& c, uint32_t request) {
   log_event(c, LogLevel::DECISIONS, LogKind::PREEMPT, c.ring_of(request), c.slot_of(request), q.generation, row,
             computed, released);
   wait_insert(c, request);
+}
+
+// Preempts the youngest row that has been without credits for long. False if there is none. Such a row is in no plan.
+BLINK_FN bool preempt_paused(const Context& c) {
+  for (uint32_t i = c.head->running; i-- > 0;) {
+    if (c.requests[c.running[i]].paused >= c.config->paused_limit) {
+      preempt(c, c.running[i]);
+      return true;
+    }
+  }
+  return false;
 }
 
 // The one terminal transition: releases everything and writes the terminal event. `kind` is FINISH or ERROR.

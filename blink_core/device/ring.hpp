@@ -16,6 +16,12 @@ struct Judgement {
 
 BLINK_FN bool finite(float x) { return x - x == 0.0f; }
 
+// Sequence number of the submission entry at `index`; never 0.
+BLINK_FN uint32_t sq_seq(uint64_t index) { return uint32_t(index % ((1u << SEQ_BITS) - 1)) + 1; }
+
+// Front-end memory may change under us: each word is read once, and what was read is what is judged.
+BLINK_FN uint32_t read_once(const uint32_t* word) { return *static_cast<const volatile uint32_t*>(word); }
+
 // True if generation `a` is newer than `b` in serial arithmetic of GENERATION_BITS.
 BLINK_FN bool newer_generation(uint32_t a, uint32_t b) {
   const uint32_t mask = (1u << GENERATION_BITS) - 1;
@@ -56,8 +62,9 @@ BLINK_FN bool snapshot_slot(const Slot& from, Group& g) {
   constexpr uint32_t at = SLOT_CHECKSUM_OFFSET / 4;
   uint64_t sum = 0;
   for (uint32_t i = g.rank(); i < words; i += g.size()) {
-    dst[i] = src[i];
-    sum += mix_word(i == at || i == at + 1 ? 0 : dst[i], i);
+    const uint32_t word = read_once(src + i);
+    dst[i] = word;
+    sum += mix_word(i == at || i == at + 1 ? 0 : word, i);
   }
   sum = g.sum(sum);
   g.sync();
@@ -68,12 +75,12 @@ BLINK_FN bool snapshot_slot(const Slot& from, Group& g) {
 template <class Group>
 BLINK_FN Judgement take_prompt(const Context& c, const RingMemory& m, uint32_t request, Group& g) {
   const Slot& s = g.scratch.slot;
-  const int32_t* src = m.arena + s.prompt_offset;
+  const uint32_t* src = reinterpret_cast<const uint32_t*>(m.arena) + s.prompt_offset;
   int32_t* dst = c.tokens_of(request);
   uint64_t sum = 0;
   bool bad = false;
   for (uint32_t i = g.rank(); i < s.prompt_len; i += g.size()) {
-    const int32_t token = src[i];
+    const int32_t token = int32_t(read_once(src + i));
     dst[i] = token;
     sum += mix_word(uint32_t(token), i);
     bad |= token < 0 || uint32_t(token) >= c.config->vocab;
@@ -91,8 +98,8 @@ BLINK_FN Judgement judge_submit(const Context& c, const RingMemory& m, uint32_t 
   if (slot >= c.config->slots) return {Judgement::REFUSE, ErrorReason::BAD_ENTRY};
   const uint32_t request = c.request_index(ring, slot);
   const Request& q = c.requests[request];
-  if (generation == q.generation) return {Judgement::IGNORE, ErrorReason::BAD_GENERATION};
-  if (!newer_generation(generation, q.generation)) return {Judgement::REFUSE, ErrorReason::BAD_GENERATION};
+  if (generation == q.judged) return {Judgement::IGNORE, ErrorReason::BAD_GENERATION};
+  if (!newer_generation(generation, q.judged)) return {Judgement::REFUSE, ErrorReason::BAD_GENERATION};
   if (q.state != uint32_t(RequestState::FREE)) return {Judgement::REFUSE, ErrorReason::SLOT_BUSY};
   if (c.head->state != uint32_t(EngineState::READY)) return {Judgement::REFUSE, ErrorReason::DRAINING};
   if (!snapshot_slot(m.slots[slot], g)) return {Judgement::RETRY, ErrorReason::CHECKSUM};
@@ -111,7 +118,7 @@ BLINK_FN void accept(const Context& c, uint32_t ring, uint32_t slot, const Slot&
   q.arrival = c.head->arrivals++;
   q.seed = s.seed;
   q.tag = s.tag;
-  q.generation = s.generation;
+  q.generation = q.judged = s.generation;
   q.prompt_len = s.prompt_len;
   q.max_tokens = s.max_tokens;
   q.total = s.prompt_len;
@@ -130,13 +137,14 @@ BLINK_FN void accept(const Context& c, uint32_t ring, uint32_t slot, const Slot&
   wait_insert(c, request);
 }
 
-// Rank 0: refuses a submission that never became a request.
+// Rank 0: refuses an entry that never became a request.
 BLINK_FN void refuse(const Context& c, uint32_t ring, uint32_t slot, uint32_t generation, ErrorReason reason,
                      uint64_t sq_index) {
-  // A generation that got its terminal event here must not be accepted later, or it would get a second one.
-  if (slot < c.config->slots) {
+  // A generation that got its terminal event here must not be accepted later, or it would get a second one. An entry of
+  // an unknown operation says nothing of its slot.
+  if (slot < c.config->slots && reason != ErrorReason::BAD_ENTRY) {
     Request& q = c.requests[c.request_index(ring, slot)];
-    if (q.state == uint32_t(RequestState::FREE) && newer_generation(generation, q.generation)) q.generation = generation;
+    if (newer_generation(generation, q.judged)) q.judged = generation;
   }
   log_event(c, LogLevel::DECISIONS, LogKind::REJECT, ring, slot, generation, uint32_t(reason), 0, uint32_t(sq_index));
   emit(c, ring, slot, generation, EventKind::ERROR, uint32_t(reason), 0, -1, 0.0f);
@@ -169,7 +177,7 @@ BLINK_FN void change_epoch(const Context& c, uint32_t ring, uint64_t epoch) {
       ++dropped;
     }
     q.state = uint32_t(RequestState::FREE);
-    q.generation = 0;
+    q.generation = q.judged = 0;
   }
   c.head->live -= dropped;
   rs.epoch = epoch;
@@ -200,7 +208,7 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
     const uint64_t head = load_acquire(&m.front_end->cq_head);
     if (head >= rs.cq_head && head <= rs.cq_published) {
       rs.cq_head = head;
-    } else {
+    } else if (head != 0) {  // a front end about to attach has cleared it
       ++rs.bad_heads;
     }
   }
@@ -210,7 +218,7 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
     const uint64_t index = rs.sq_next;
     const uint64_t word =
         g.broadcast(g.rank() == 0 ? load_acquire(&m.sq[index & (c.config->sq_entries - 1)]) : 0);
-    if (uint32_t(word >> SQ_SEQ_SHIFT & seq_mask) != uint32_t((index + 1) & seq_mask)) break;
+    if ((uint32_t(word >> SQ_SEQ_SHIFT) & seq_mask) != sq_seq(index)) break;
     const uint32_t op = uint32_t(word >> SQ_OP_SHIFT) & 0xF;
     const uint32_t slot = uint32_t(word >> SQ_SLOT_SHIFT) & (MAX_SLOTS - 1);
     const uint32_t generation = uint32_t(word >> SQ_GENERATION_SHIFT);
@@ -247,6 +255,13 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   return taken;
 }
 
+// Rank 0: shows every ring and the host that the scheduler lives.
+BLINK_FN void beat(const Context& c) {
+  const uint64_t next = c.status->heartbeat + 1;
+  store_release(&c.status->heartbeat, next);
+  for (uint32_t ring = 0; ring < c.config->rings; ++ring) store_release(&c.ring(ring).gpu->heartbeat, next);
+}
+
 // Looks at every ring once, publishes events and the heartbeat. Returns entries taken.
 template <class Group>
 BLINK_FN uint32_t poll_rings(const Context& c, Group& g) {
@@ -254,9 +269,7 @@ BLINK_FN uint32_t poll_rings(const Context& c, Group& g) {
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) taken += poll_ring(c, ring, g);
   if (g.rank() == 0) {
     publish_events(c);
-    const uint64_t beat = c.status->heartbeat + 1;
-    store_release(&c.status->heartbeat, beat);
-    for (uint32_t ring = 0; ring < c.config->rings; ++ring) store_release(&c.ring(ring).gpu->heartbeat, beat);
+    beat(c);
   }
   g.sync();
   return taken;

@@ -79,7 +79,8 @@ BLINK_FN void commit(const Context& c) {
     q.computed = row.context_len;
     if (row.sample == 0) continue;
     if (result.status != uint32_t(StepStatus::OK) || result.token < 0 || uint32_t(result.token) >= c.config->vocab) {
-      terminate(c, row.request, EventKind::ERROR, uint32_t(ErrorReason::NAN_LOGITS));
+      const bool nan = result.status == uint32_t(StepStatus::NAN_LOGITS);
+      terminate(c, row.request, EventKind::ERROR, uint32_t(nan ? ErrorReason::NAN_LOGITS : ErrorReason::MODEL_ERROR));
       continue;
     }
     commit_token(c, row.request, result.token, result.logprob);
@@ -89,22 +90,22 @@ BLINK_FN void commit(const Context& c) {
   store_release(&c.status->steps, c.head->committed);
 }
 
-// Whom to preempt for a page: the youngest of those paused for long, else the youngest. Never one planned already,
-// because rows are planned oldest first and this is younger than the one that asks, or is that one itself.
-BLINK_FN uint32_t victim(const Context& c) {
-  for (uint32_t i = c.head->running; i-- > 0;) {
-    if (c.requests[c.running[i]].paused >= c.config->paused_limit) return c.running[i];
-  }
-  return c.running[c.head->running - 1];
-}
-
-// Pages so that `tokens` tokens fit, preempting younger requests for them. False if `request` itself was preempted.
+// Pages so that `tokens` tokens fit. For them rows give way that were paused for long, and then the youngest: never one
+// that is planned already, because rows are planned oldest first. False if `request` itself was the youngest.
 BLINK_FN bool reserve_pages(const Context& c, uint32_t request, uint32_t tokens) {
   while (c.requests[request].n_pages < pages_for(c, tokens)) {
-    if (alloc_page(c, request)) continue;
-    const uint32_t out = victim(c);
-    preempt(c, out);
-    if (out == request) return false;
+    if (alloc_page(c, request) || preempt_paused(c)) continue;
+    const uint32_t youngest = c.running[c.head->running - 1];
+    preempt(c, youngest);
+    if (youngest == request) return false;
+  }
+  return true;
+}
+
+// A row and pages for all known tokens of a waiting request. Only rows paused for long give way for it.
+BLINK_FN bool make_room(const Context& c, uint32_t request) {
+  while (c.head->free_rows == 0 || pages_for(c, c.requests[request].total) > c.head->free_pages) {
+    if (!preempt_paused(c)) return false;
   }
   return true;
 }
@@ -137,6 +138,7 @@ BLINK_FN void plan_row(const Context& c, uint32_t request, uint32_t n) {
     c.plan_kv_slots[plan.n_tokens + i] = int64_t(table[position / k.page_size]) * k.page_size + position % k.page_size;
   }
   if (row.sample != 0) {
+    c.results[plan.n_rows].status = uint32_t(StepStatus::FAILED);  // until the model step says otherwise
     ++c.rings[row.ring].planned;
     ++plan.n_samples;
   }
@@ -195,34 +197,29 @@ BLINK_FN uint32_t plan_running(const Context& c, uint32_t budget) {
   return budget;
 }
 
-// Admits heads of the rings in turn while rows, pages and budget last. A ring's head that does not fit holds its ring.
+// Admits heads of the rings in turn while rows, pages and budget last. A head that does not fit holds its ring; one whose
+// ring has no credit waits, because it would hold pages and could not speak.
 BLINK_FN void plan_waiting(const Context& c, uint32_t budget) {
   const uint32_t rings = c.config->rings;
   uint32_t stuck = 0;
   uint32_t ring = c.head->next_ring;
-  while (stuck < rings && budget > 0 && c.head->free_rows > 0) {
-    RingState& rs = c.rings[ring];
-    const int32_t candidate = rs.wait_head;
-    if (candidate < 0 || pages_for(c, c.requests[candidate].total) > c.head->free_pages) {
+  while (stuck < rings && budget > 0) {
+    const RingState& rs = c.rings[ring];
+    if (rs.wait_head < 0 || !token_credit(c, rs) || !make_room(c, uint32_t(rs.wait_head))) {
       ++stuck;
     } else {
-      const uint32_t request = uint32_t(candidate);
-      Request& q = c.requests[request];
-      uint32_t n = q.total < budget ? q.total : budget;
-      if (n == q.total && !token_credit(c, rs)) --n;
-      if (n == 0) {
-        ++stuck;
-      } else {
-        stuck = 0;
-        wait_remove(c, request);
-        run_insert(c, request);
-        ++c.head->admissions;
-        log_event(c, LogLevel::DECISIONS, LogKind::ADMIT, ring, c.slot_of(request), q.generation, uint32_t(q.row),
-                  q.total, q.preemptions);
-        reserve_pages(c, request, n);  // cannot preempt: the pages were counted above
-        plan_row(c, request, n);
-        budget -= n;
-      }
+      stuck = 0;
+      const uint32_t request = uint32_t(rs.wait_head);
+      const Request& q = c.requests[request];
+      const uint32_t n = q.total < budget ? q.total : budget;
+      wait_remove(c, request);
+      run_insert(c, request);
+      ++c.head->admissions;
+      log_event(c, LogLevel::DECISIONS, LogKind::ADMIT, ring, c.slot_of(request), q.generation, uint32_t(q.row),
+                q.total, q.preemptions);
+      reserve_pages(c, request, n);  // finds them free: make_room counted them
+      plan_row(c, request, n);
+      budget -= n;
     }
     ring = ring + 1 == rings ? 0 : ring + 1;
   }
@@ -242,19 +239,26 @@ BLINK_FN void abort_all(const Context& c, ErrorReason reason) {
 template <class Group>
 BLINK_FN bool step_boundary(const Context& c, Group& g) {
   g.sync();
-  bool launch = false;
+  bool launch = false, stopping = false;
   if (g.rank() == 0) {
     commit(c);
     const auto state = EngineState(c.head->state);
     if (load_acquire(&c.control->stop_request) != 0) {
-      if (state != EngineState::STOPPED) {
+      stopping = state != EngineState::STOPPED;
+      if (stopping) {
         abort_all(c, ErrorReason::DRAINING);
-        set_state(c, EngineState::STOPPED);
+        c.head->state = uint32_t(EngineState::STOPPED);
       }
     } else if (load_acquire(&c.control->drain_request) != 0 && state == EngineState::READY) {
       set_state(c, EngineState::DRAINING);
     }
     if (EngineState(c.head->state) == EngineState::DRAINING && c.head->live == 0) set_state(c, EngineState::DRAINED);
+  }
+  if (g.any(stopping)) {
+    poll_rings(c, g);  // refuses what was published before: whoever sees STOPPED has every terminal event
+    if (g.rank() == 0) set_state(c, EngineState::STOPPED);
+  }
+  if (g.rank() == 0) {
     PlanHeader& plan = *c.plan;
     plan.n_rows = plan.n_tokens = plan.n_samples = 0;
     plan.status = uint32_t(StepStatus::OK);

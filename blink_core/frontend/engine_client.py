@@ -70,7 +70,11 @@ class RingEngineClient:
                         beat, beat_at = seen, now
                     self._state = EngineState(state)
                     if self._state in (EngineState.STOPPED, EngineState.FAILED) and not len(events):
-                        return self._fail(f"engine is {self._state.name.lower()}")
+                        # Every event was published before that state: what the look above missed is there now.
+                        last = self._ring.poll(0.0)
+                        if not len(last):
+                            return self._fail(f"engine is {self._state.name.lower()}")
+                        self._loop.call_soon_threadsafe(self._dispatch, last)
                     if now - beat_at > HEARTBEAT_LIMIT_S:
                         return self._fail(f"no heartbeat for {HEARTBEAT_LIMIT_S:g} s")
                     if not _alive(self._pid):

@@ -23,7 +23,6 @@ from blink_core.abi.params import SamplingParams
 from blink_core.transport.checksum import seal_slot, words_checksum
 from blink_core.transport.interface import Transport, TransportTimeout, deadline_after
 
-TERMINAL = (EventKind.FINISH, EventKind.ERROR)
 _GENERATIONS = 1 << GENERATION_BITS
 
 
@@ -45,8 +44,8 @@ class Handle:
 
 
 def sq_word(index: int, op: int, slot: int, generation: int) -> int:
-    """The 8-byte submission entry at `index`."""
-    seq = (index + 1) & ((1 << SEQ_BITS) - 1)
+    """The 8-byte submission entry at `index`. Its sequence number is never 0: cleared memory is no entry."""
+    seq = index % ((1 << SEQ_BITS) - 1) + 1
     return seq | op << SQ_OP_SHIFT | slot << SQ_SLOT_SHIFT | generation << SQ_GENERATION_SHIFT
 
 
@@ -62,12 +61,17 @@ class RingClient:
         self._at = {name: section.offset for name, section in layout.sections.items()}
         self._io_timeout = io_timeout
         self._lock = threading.Lock()
-        self._generation = [0] * config.slots
-        self._free = deque(range(config.slots))
+        self._lease = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is published, nothing lives: the state of a new epoch."""
+        self._generation = [0] * self.config.slots
+        self._free = deque(range(self.config.slots))
         self._live: dict[tuple[int, int], Handle] = {}
+        self._cancelled: set[tuple[int, int]] = set()
         self._sq_tail = 0
         self._cq_head = 0
-        self._lease = 0
         # Extents in use, oldest first: (submission index, start). The arena is a circular buffer of tokens.
         self._extents: deque[tuple[int, int]] = deque()
         self._arena_next = 0
@@ -91,21 +95,25 @@ class RingClient:
     def attach(self, timeout: float = 10.0) -> int:
         """Takes the ring over with a new epoch; requests of the previous front end are dropped by the engine.
 
-        Returns the epoch. Raises TransportTimeout if the engine does not acknowledge it in time.
+        Returns the epoch. Raises TransportTimeout if the engine does not acknowledge it in time. No other method may
+        run at the same time.
         """
-        epoch = self._word("front_end", 0) + 1
-        # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
-        self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
-        self._set_word("front_end", 2, 0)
-        self._set_word("front_end", 0, epoch)
-        deadline = deadline_after(timeout)
-        seen = self._word("gpu", 0)
-        while seen != epoch:
-            left = deadline - deadline_after(0)
-            if left <= 0:
-                raise TransportTimeout(f"engine did not acknowledge epoch {epoch} within {timeout} s (it shows {seen})")
-            seen = self._transport.wait_word(self._at["gpu"], seen, left)
-        return epoch
+        with self._lock:
+            epoch = self._word("front_end", 0) + 1
+            # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
+            self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
+            self._set_word("front_end", 2, 0)
+            self._set_word("front_end", 0, epoch)
+            deadline = deadline_after(timeout)
+            seen = self._word("gpu", 0)
+            while seen != epoch:
+                left = deadline - deadline_after(0)
+                if left <= 0:
+                    what = f"engine did not acknowledge epoch {epoch} within {timeout} s (it shows {seen})"
+                    raise TransportTimeout(what)
+                seen = self._transport.wait_word(self._at["gpu"], seen, left)
+            self._forget()
+            return epoch
 
     def engine_words(self) -> tuple[int, int]:
         """(heartbeat, EngineState) as the scheduler last published them."""
@@ -119,15 +127,14 @@ class RingClient:
     # ---- submission
 
     def _reserve_extent(self, tokens: int) -> int:
+        size = self.config.arena_tokens
+        if tokens > size:
+            raise ValueError(f"prompt of {tokens} tokens is larger than the arena of {size}")
         head = self._word("gpu", 1)
         while self._extents and self._extents[0][0] < head:
             self._extents.popleft()
-        size = self.config.arena_tokens
         if not self._extents:
-            self._arena_next = 0
-            if tokens <= size:
-                return 0
-            raise RingFull(f"prompt of {tokens} tokens is larger than the arena of {size}")
+            return 0
         oldest = self._extents[0][1]
         at = self._arena_next
         if at >= oldest:
@@ -146,9 +153,12 @@ class RingClient:
         """Publishes one request: prompt, descriptor, then entry. "Accepted" means this returned.
 
         prompt: token ids, int32. Raises RingFull when there is no slot, entry or arena space, ValueError for values
-        that the descriptor cannot hold; everything else is judged by the engine.
+        that the descriptor or the arena cannot hold; everything else is judged by the engine.
         """
-        tokens = np.asarray(prompt, dtype=np.int64)
+        try:
+            tokens = np.asarray(prompt, dtype=np.int64)
+        except OverflowError as e:
+            raise ValueError(f"prompt holds ids beyond 64 bits: {e}") from e
         if tokens.ndim != 1:
             raise ValueError(f"prompt has shape {tokens.shape}, must be one-dimensional")
         if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
@@ -167,12 +177,16 @@ class RingClient:
             if not 0 <= value < 1 << bits:
                 raise ValueError(f"{name} is {value}, must be from 0 to {(1 << bits) - 1}")
             slot[name] = value
-        slot["temperature"], slot["top_p"] = params.temperature, params.top_p
+        with np.errstate(over="ignore"):  # beyond float32 it is infinite, which the engine refuses
+            slot["temperature"], slot["top_p"] = params.temperature, params.top_p
         slot["flags"] = SlotFlag.IGNORE_EOS if params.ignore_eos else 0
         stops = params.stop_token_ids
         room = slot["stop_ids"].shape[1]
         if len(stops) > room:
             raise ValueError(f"{len(stops)} stop token ids, at most {room}")
+        for token in stops:
+            if not -(2**31) <= token < 2**31:
+                raise ValueError(f"stop token id {token} is beyond 32 bits")
         slot["n_stop"] = len(stops)
         slot["stop_ids"][0, : len(stops)] = stops
 
@@ -189,20 +203,22 @@ class RingClient:
             if self._sq_space() <= len(self._live) + 1:
                 raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
             offset = self._reserve_extent(max(1, tokens.size))
-            index = self._free.popleft()
+            index = self._free[0]
             generation = self._generation[index] % (_GENERATIONS - 1) + 1  # never 0
-            self._generation[index] = generation
             slot["generation"], slot["prompt_offset"] = generation, offset
             if seal:
                 slot["prompt_checksum"] = words_checksum(tokens) if tokens.size else 0
                 seal_slot(slot)
             self._write(self._at["arena"] + 4 * offset, tokens.tobytes())
             self._write(self._at["slots"] + SLOT.itemsize * index, slot.tobytes())
-            self._extents.append((self._sq_tail, offset))
-            self._arena_next = offset + max(1, tokens.size)
             handle = Handle(index, generation, self._sq_tail)
-            self._live[index, generation] = handle
             self._publish(Op.SUBMIT, index, generation)
+            # A write that fails above leaves nothing taken.
+            self._free.popleft()
+            self._generation[index] = generation
+            self._extents.append((handle.sq_index, offset))
+            self._arena_next = offset + max(1, tokens.size)
+            self._live[index, generation] = handle
             return handle
 
     def _publish(self, op: Op, slot: int, generation: int) -> None:
@@ -211,13 +227,18 @@ class RingClient:
         self._sq_tail += 1
 
     def cancel(self, handle: Handle) -> None:
-        """Asks for the end of a request; its terminal event still comes. Raises RingFull if the queue is full."""
+        """Asks for the end of a request; its terminal event still comes. Asking again changes nothing.
+
+        Raises RingFull if the queue is full.
+        """
+        key = handle.slot, handle.generation
         with self._lock:
-            if (handle.slot, handle.generation) not in self._live:
+            if key not in self._live or key in self._cancelled:
                 return
             if self._sq_space() < 1:
                 raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
             self._publish(Op.CANCEL, handle.slot, handle.generation)
+            self._cancelled.add(key)
 
     def renew_lease(self) -> None:
         """Tells the engine that this front end lives."""
@@ -247,17 +268,18 @@ class RingClient:
         if part < count:
             raw += self._read(self._at["cq"], EVENT.itemsize * (count - part))
         events = np.frombuffer(raw, EVENT)
-        expected = np.arange(self._cq_head + 1, tail + 1, dtype=np.uint64)
-        if not np.array_equal(events["seq"], expected):
-            at = int(np.flatnonzero(events["seq"] != expected)[0])
-            raise ProtocolError(f"event {int(expected[at])} carries sequence number {int(events['seq'][at])}")
+        wrong = events["seq"] != np.arange(self._cq_head + 1, tail + 1, dtype=np.uint64)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ProtocolError(f"event {self._cq_head + 1 + at} carries sequence number {int(events['seq'][at])}")
         self._cq_head = tail
         if consume:
             self.release_credits()
+        ended = events[events["kind"] >= EventKind.FINISH]  # FINISH or ERROR
         with self._lock:
-            for event in events[np.isin(events["kind"], TERMINAL)]:
-                key = (int(event["slot"]), int(event["generation"]))
+            for key in zip(ended["slot"].tolist(), ended["generation"].tolist(), strict=True):
                 if self._live.pop(key, None) is not None:
+                    self._cancelled.discard(key)
                     self._free.append(key[0])
         return events
 

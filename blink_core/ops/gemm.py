@@ -94,8 +94,8 @@ def invariant_tiles(kn: F32) -> tuple[int, ...]:
     raise BatchInvarianceError(
         f"batch-invariant mode is not available on this machine: its BLAS ({_blas_name()}) gives a row different bits "
         "by its place, its neighbours or from call to call in products of "
-        f"{', '.join(map(str, BASE_TILES))} rows with a weight of {kn.shape[0]} x {kn.shape[1]}; load the model without "
-        "batch_invariant, or choose another BLAS"
+        f"{', '.join(map(str, BASE_TILES))} rows with a weight of {kn.shape[0]} x {kn.shape[1]}; load the model "
+        "without batch_invariant, or choose another BLAS"
     )
 
 

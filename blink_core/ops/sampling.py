@@ -94,7 +94,7 @@ def nucleus(probabilities: F64, top_p: float) -> IDS:
         reached = np.flatnonzero(np.cumsum(probabilities[order]) >= top_p)
         if reached.size:
             return np.sort(order[: reached[0] + 1])
-        if candidates.size == size:  # rounding kept the whole sum below a top_p next to 1
+        if count == size:  # rounding kept the whole sum below a top_p next to 1
             return np.arange(size)
         count = min(count * 8, size)
 

@@ -92,16 +92,14 @@ class CpuRuntime:
             results=self._plan_views["results"][:n_rows],
         )
 
-    def serve(self, step: ModelStep, *, on_tick: Callable[[], None] = lambda: None) -> None:
+    def serve(self, step: ModelStep) -> None:
         """Starts the scheduler thread and runs `step` for every plan until the engine stops.
 
-        A step that raises ends its requests with ERROR MODEL_ERROR and is logged; the engine goes on. `on_tick` is
-        called at least five times a second.
+        A step that raises ends its requests with ERROR MODEL_ERROR and is logged; the engine goes on.
         """
         self.scheduler.start()
         try:
             while True:
-                on_tick()
                 waiting = self.scheduler.wait_plan(200)
                 if waiting < 0:
                     return

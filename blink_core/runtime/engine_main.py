@@ -1,7 +1,7 @@
 """The engine process: `python -m blink_core.runtime.engine_main --run-dir DIR --segment NAME --model PATH ...`.
 
 Loads the model, creates rings and engine memory, starts the scheduler thread, publishes `DIR/engine.json`, and runs the
-model step until SIGTERM (stop), SIGUSR1 (drain) or the end of its parent. Exit status 2 and one line on standard
+model step until SIGTERM (stop), or SIGUSR1 (drain) and then SIGTERM. Exit status 2 and one line on standard
 error: it could not start.
 """
 
@@ -23,6 +23,7 @@ from blink_core.runtime.cpu import CpuRuntime, noop_step, poison
 from blink_core.runtime.cpu import ModelStep as StepFunction
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.runtime.memory import OwnedMemory
+from blink_core.runtime.parent import watch_parent
 from blink_core.runtime.model_step import Capture, ModelStep
 from blink_core.transport.interface import TransportError
 from blink_core.transport.shm import shm_available
@@ -50,6 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="noop", help="served model name")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--capture", action="store_true", help="append the logits of every sampled row to a file")
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the launching process is gone")
     parser.add_argument("--verbosity", default="info", help="level of the process log")
     for field in fields(EngineConfig):
         if field.name not in ("vocab", "eos_ids"):
@@ -87,7 +89,6 @@ def serve_model(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
 
 def run(args: argparse.Namespace) -> None:
     """Serves until told to stop. Raises ConfigError, ModelError or TransportError if it cannot start."""
-    parent = os.getppid()
     config, served = serve_model(args) if args.model else serve_noop(args)
     runtime = CpuRuntime(config, args.segment)
     try:
@@ -107,12 +108,9 @@ def run(args: argparse.Namespace) -> None:
         log.info(
             "ready: %s, %d pages, %d rows, segment %s", served.info.name, config.pages, config.max_rows, args.segment
         )
-
-        def on_tick() -> None:
-            if os.getppid() != parent:
-                runtime.request_stop()
-
-        runtime.serve(served.step, on_tick=on_tick)
+        if args.exit_with_parent:
+            watch_parent(runtime.request_stop)
+        runtime.serve(served.step)
         log.info("stopped after %d steps", runtime.status("steps"))
     finally:
         runtime.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +74,12 @@ class ShmTransport:
     def __init__(self, segment: Segment, base: int, nbytes: int) -> None:
         if base < 0 or nbytes < 0 or base + nbytes > segment.nbytes:
             raise TransportError(f"ring of {nbytes} bytes at {base} outside segment of {segment.nbytes} bytes")
+        if base % 8:
+            raise TransportError(f"ring at {base} is not aligned to 8 bytes")
         self._segment, self._nbytes = segment, nbytes
         self._address = segment.address + base
         self._view = memoryview(segment.buffer)[base : base + nbytes]
+        self._lock = threading.Lock()  # submitters and the polling thread post at once
         self._work = 0
         self._fetched: dict[int, bytes] = {}
 
@@ -84,8 +88,13 @@ class ShmTransport:
         return self._nbytes
 
     def _check(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or offset + nbytes > self._nbytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._nbytes:
             raise TransportError(f"transfer of {nbytes} bytes at {offset} outside ring of {self._nbytes} bytes")
+
+    def _next_work(self) -> int:
+        with self._lock:
+            self._work += 1
+            return self._work
 
     def post_write(self, offset: int, data: Data) -> int:
         raw = memoryview(data).cast("B")
@@ -94,17 +103,16 @@ class ShmTransport:
             _native.store_release(self._address + offset, int.from_bytes(raw, "little"))
         else:
             self._view[offset : offset + len(raw)] = raw
-        self._work += 1
-        return self._work
+        return self._next_work()
 
     def post_read(self, offset: int, nbytes: int) -> int:
         self._check(offset, nbytes)
-        self._work += 1
+        work = self._next_work()
         if nbytes == 8 and offset % 8 == 0:
-            self._fetched[self._work] = _native.load_acquire(self._address + offset).to_bytes(8, "little")
+            self._fetched[work] = _native.load_acquire(self._address + offset).to_bytes(8, "little")
         else:
-            self._fetched[self._work] = bytes(self._view[offset : offset + nbytes])
-        return self._work
+            self._fetched[work] = bytes(self._view[offset : offset + nbytes])
+        return work
 
     def wait(self, work: int, deadline: float) -> bytes:
         if not 0 < work <= self._work:
@@ -113,6 +121,8 @@ class ShmTransport:
 
     def wait_word(self, offset: int, old: int, timeout: float) -> int:
         self._check(offset, 8)
+        if offset % 8:
+            raise TransportError(f"word at {offset} is not aligned to 8 bytes")
         return int(_native.wait_word(self._address + offset, old, max(0, int(timeout * 1e6))))
 
     def close(self) -> None:

@@ -6,10 +6,12 @@
 #include <condition_variable>
 #include <ctime>
 #include <mutex>
+#include <stdexcept>
 #include <sys/prctl.h>
 #include <thread>
 
 #include "scheduler.hpp"
+#include "thread_group.hpp"
 
 namespace blink {
 
@@ -23,38 +25,64 @@ inline void relax() {
 #endif
 }
 
-// Spins for a while after the last useful work, then sleeps in short naps: latency when busy, a quiet core when idle.
+// After the last useful work looks again at once, lending its core to whoever can run: the one waited for may be queued
+// behind it on the same core. Later sleeps in short naps: latency when busy, a quiet core when idle.
 class Backoff {
  public:
-  Backoff(std::chrono::microseconds spin, std::chrono::microseconds nap) : spin_(spin), nap_(nap), since_(Clock::now()) {}
+  Backoff(std::chrono::microseconds spin, std::chrono::microseconds nap)
+      : spin_(spin), nap_(nap), since_(Clock::now()) {}
   void reset() { since_ = Clock::now(); }
   void wait() {
-    if (Clock::now() - since_ < spin_) {
-      relax();
+    const auto idle = Clock::now() - since_;
+    if (idle < spin_) {
+      if (idle < std::chrono::microseconds(1)) {
+        relax();
+      } else {
+        std::this_thread::yield();
+      }
       return;
     }
-    const timespec ts{0, long(std::chrono::nanoseconds(nap_).count())};
+    // Idle for long: longer naps, or waking up alone would take a tenth of a core.
+    const auto nap = idle < LONG_IDLE ? nap_ : 25 * nap_;
+    const timespec ts{0, long(std::chrono::nanoseconds(nap).count())};
     nanosleep(&ts, nullptr);
   }
 
  private:
+  static constexpr std::chrono::milliseconds LONG_IDLE{5};
   std::chrono::microseconds spin_, nap_;
   Clock::time_point since_;
 };
 
-// One engine's scheduler. `boundary` and `poll` may be called directly (tests, lock-step) while the thread is not running.
+// One engine's scheduler. While its thread is not running, `boundary` and `poll` may be called directly (tests,
+// lock-step); `group_size` threads work on each such call. The running thread is a group of one.
 class Scheduler {
  public:
-  Scheduler(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan)
-      : context_(make_context(shared, state, log, plan)), group_(scratch_) {}
+  Scheduler(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint32_t group_size = 1)
+      : context_(make_context(shared, state, log, plan)), group_(scratch_), group_size_(group_size) {
+    if (group_size < 1 || group_size > 256) throw std::invalid_argument("group_size must be from 1 to 256");
+  }
   ~Scheduler() { join(); }
 
   void init() { init_state(context_); }
-  bool boundary() { return step_boundary(context_, group_); }
-  uint32_t poll() { return poll_rings(context_, group_); }
+  bool boundary() {
+    if (group_size_ == 1) return step_boundary(context_, group_);
+    return run_team(scratch_, group_size_, [this](auto& group) { return step_boundary(context_, group); });
+  }
+  uint32_t poll() {
+    if (group_size_ == 1) return poll_rings(context_, group_);
+    return run_team(scratch_, group_size_, [this](auto& group) { return poll_rings(context_, group); });
+  }
   const Context& context() const { return context_; }
+  bool running() const { return thread_.joinable(); }
 
-  void start() { thread_ = std::thread([this] { run(); }); }
+  // After a stop request the step in flight gets `grace` to end; then the loop ends without it.
+  void start(std::chrono::milliseconds grace) {
+    if (running()) throw std::logic_error("the scheduler thread runs already");
+    if (group_size_ != 1) throw std::logic_error("the scheduler thread is a group of one");
+    grace_ = grace;
+    thread_ = std::thread([this] { run(); });
+  }
 
   void join() {
     if (!thread_.joinable()) return;
@@ -67,17 +95,20 @@ class Scheduler {
     const auto spin_until = Clock::now() + std::chrono::microseconds(20);
     while (Clock::now() < spin_until) {
       if (phase_.load(std::memory_order_acquire) == LAUNCHED) return 1;
-      relax();
+      std::this_thread::yield();
     }
     std::unique_lock lock(mutex_);
-    launched_.wait_for(lock, timeout, [this] { return phase_.load(std::memory_order_acquire) != IDLE; });
-    const auto phase = phase_.load(std::memory_order_acquire);
+    uint32_t phase = IDLE;
+    launched_.wait_for(lock, timeout, [&] {
+      phase = phase_.load(std::memory_order_acquire);
+      return phase == LAUNCHED || phase == ENDED;
+    });
     return phase == LAUNCHED ? 1 : phase == ENDED ? -1 : 0;
   }
 
-  // The model thread is done with the plan; `status` is a StepStatus for the whole step.
+  // The model thread is done with the plan; `status` is a StepStatus for the whole step. Too late, it changes nothing.
   void complete(uint32_t status) {
-    context_.plan->status = status;
+    status_.store(status, std::memory_order_relaxed);
     uint32_t expected = LAUNCHED;
     phase_.compare_exchange_strong(expected, DONE, std::memory_order_acq_rel);
   }
@@ -104,7 +135,7 @@ class Scheduler {
            load_acquire(&context_.control->stop_request) == 0) {
       const timespec ts{0, 20000};
       nanosleep(&ts, nullptr);
-      store_release(&context_.status->heartbeat, context_.status->heartbeat + 1);
+      beat(context_);
     }
   }
 
@@ -126,31 +157,36 @@ class Scheduler {
       }
       set_phase(LAUNCHED);
       Backoff during(std::chrono::microseconds(50), std::chrono::microseconds(20));
-      while (phase_.load(std::memory_order_acquire) != DONE) {
+      do {  // at least one look at the rings a step, so that no pace of the model starves them
         if (poll() == 0) during.wait();
-        if (stop_overdue()) break;
-      }
+      } while (phase_.load(std::memory_order_acquire) != DONE && !stop_overdue());
+      uint32_t expected = LAUNCHED;
+      const bool overdue = phase_.compare_exchange_strong(expected, IDLE, std::memory_order_acq_rel);
+      // An overdue step has no results, whatever lies in the plan.
+      context_.plan->status = overdue ? uint32_t(StepStatus::FAILED) : status_.load(std::memory_order_relaxed);
       phase_.store(IDLE, std::memory_order_release);
       idle.reset();
     }
     set_phase(ENDED);
   }
 
-  // After a stop request the step in flight gets 10 s to end; then the loop ends without it.
   bool stop_overdue() {
     if (load_acquire(&context_.control->stop_request) == 0) return false;
     if (stop_seen_ == Clock::time_point{}) stop_seen_ = Clock::now();
-    return Clock::now() - stop_seen_ > std::chrono::seconds(10);
+    return Clock::now() - stop_seen_ > grace_;
   }
 
   Context context_;
   Scratch scratch_{};
   SoloGroup group_;
+  uint32_t group_size_;
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable launched_;
   std::atomic<uint32_t> phase_{IDLE};
+  std::atomic<uint32_t> status_{0};
   uint64_t held_ = 0;
+  std::chrono::milliseconds grace_{0};
   Clock::time_point stop_seen_{};
 };
 

@@ -48,6 +48,12 @@ uint64_t wait_word(uintptr_t address, uint64_t old, uint64_t timeout_us, uint64_
   return value;
 }
 
+// Direct calls and the scheduler thread would race for the same state.
+Scheduler& idle(Scheduler& scheduler) {
+  if (scheduler.running()) throw std::logic_error("the scheduler thread runs: only it may step");
+  return scheduler;
+}
+
 template <class Layout>
 uint64_t nbytes(Layout layout) {
   return layout.nbytes;
@@ -69,6 +75,7 @@ std::map<std::string, uint64_t> region_sizes(nb::bytes config) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Host build of Blink's scheduler and ring words.";
+  nb::set_leak_warnings(false);  // signal handlers hold a runtime until the process ends
 #if defined(BLINK_MUTANTS)
   m.attr("mutants") = true;
   m.def("activate_mutant", [](uint32_t id) { active_mutant = id; }, nb::arg("id"));
@@ -85,15 +92,17 @@ NB_MODULE(_native, m) {
   nb::class_<Scheduler>(m, "Scheduler")
       .def(
           "__init__",
-          [](Scheduler* self, uintptr_t shared, uintptr_t state, uintptr_t log, uintptr_t plan) {
+          [](Scheduler* self, uintptr_t shared, uintptr_t state, uintptr_t log, uintptr_t plan, uint32_t group_size) {
             new (self) Scheduler(pointer<uint8_t>(shared), pointer<uint8_t>(state), pointer<uint8_t>(log),
-                                 pointer<uint8_t>(plan));
+                                 pointer<uint8_t>(plan), group_size);
           },
-          nb::arg("shared"), nb::arg("state"), nb::arg("log"), nb::arg("plan"))
-      .def("init", &Scheduler::init)
-      .def("boundary", &Scheduler::boundary)
-      .def("poll", &Scheduler::poll)
-      .def("start", &Scheduler::start)
+          nb::arg("shared"), nb::arg("state"), nb::arg("log"), nb::arg("plan"), nb::arg("group_size") = 1)
+      .def("init", [](Scheduler& self) { idle(self).init(); })
+      .def("boundary", [](Scheduler& self) { return idle(self).boundary(); })
+      .def("poll", [](Scheduler& self) { return idle(self).poll(); })
+      .def(
+          "start", [](Scheduler& self, uint32_t grace_ms) { self.start(std::chrono::milliseconds(grace_ms)); },
+          nb::arg("stop_grace_ms") = 10000)
       .def("join", &Scheduler::join, nb::call_guard<nb::gil_scoped_release>())
       .def("complete", &Scheduler::complete, nb::arg("status"))
       .def(
@@ -101,6 +110,6 @@ NB_MODULE(_native, m) {
           [](Scheduler& self, uint32_t timeout_ms) { return self.wait_plan(std::chrono::milliseconds(timeout_ms)); },
           nb::arg("timeout_ms"), nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "run_noop", [](Scheduler& self, uint64_t steps) { return run_noop(self, steps); }, nb::arg("steps"),
+          "run_noop", [](Scheduler& self, uint64_t steps) { return run_noop(idle(self), steps); }, nb::arg("steps"),
           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -108,3 +108,17 @@ def test_smollm2_gguf(smollm2: Path, make_driver: Callable[..., Any]) -> None:
     for got, want32, want64 in zip(driver.kv("r"), kv32, kv64, strict=True):
         ours, theirs = rms_error(got, want64), rms_error(want32, want64)
         assert (ours.max(axis=(1, 2)) <= 8 * np.percentile(theirs, 99, axis=(1, 2))).all()
+
+
+def test_smollm2_invariant_mode_is_bitwise(smollm2: Path, make_driver: Callable[..., Any]) -> None:
+    """Catches: decode and prefill, or unlike chunks and batches, that differ in a bit for a real model's shapes."""
+    model = load_model(smollm2, batch_invariant=True)
+    whole, mixed = make_driver(model, pages=8, page_size=16), make_driver(model, pages=16, page_size=8, seed=1)
+    expected = whole.step([("r", PROMPT)])
+    mixed.step([("other", PROMPT[:7]), ("r", PROMPT[:21])])
+    mixed.step([("r", PROMPT[21:34]), ("other", [3])])
+    for token in PROMPT[34:39]:
+        mixed.step([("other", [5]), ("r", [token])])
+    assert mixed.step([("r", PROMPT[39:])]).tobytes() == expected.tobytes()
+    for got, want in zip(mixed.kv("r"), whole.kv("r"), strict=True):
+        assert got.tobytes() == want.tobytes()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,6 +156,26 @@ def test_invariant_mode_is_bitwise(
             assert logits.tobytes() == expected[position].tobytes(), (name, position)
         for got, want in zip(driver.kv(name), alone.kv("alone"), strict=True):
             assert got.tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize("kernels", ["Haswell", "Sandybridge"])
+def test_invariant_mode_is_bitwise_with_other_kernels(kernels: str) -> None:
+    """Catches: a dependence on batch or chunks that the kernels of this machine's processor happen not to show.
+
+    OpenBLAS takes the name of another x86 processor; a BLAS that knows no such variable repeats the test above.
+    """
+    environment = os.environ | {"OPENBLAS_CORETYPE": kernels, "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_invariant_mode_is_bitwise and not other_kernels"],
+        cwd=Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 passed" in result.stdout
 
 
 def test_fast_mode_is_not_bitwise(make_tiny: Callable[..., Any], make_driver: Callable[..., Any]) -> None:

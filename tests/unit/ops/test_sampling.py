@@ -102,6 +102,14 @@ def test_nucleus_is_smallest_prefix(weights: npt.NDArray[np.int64], top_p: float
     assert nucleus(p, top_p).tolist() == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("top_p", "expected"), [(0.5, [1]), (0.75, [0, 1]), (0.7500001, [0, 1, 2]), (0.875, [0, 1, 2])]
+)
+def test_nucleus_reached_exactly(top_p: float, expected: list[int]) -> None:
+    """Catches: one token too many where the sum equals top_p exactly."""
+    assert nucleus(np.array([0.25, 0.5, 0.125, 0.125]), top_p).tolist() == expected
+
+
 def test_top_p_extremes() -> None:
     """Catches: an empty nucleus for a tiny top_p, and rounding that loses the search for a top_p just below 1."""
     logits = np.random.default_rng(0).standard_normal((3, 5000), dtype=np.float32)

@@ -1,0 +1,154 @@
+"""Bad input and rude clients against real processes: nobody else suffers, nothing is lost, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hil_rigs.description import load_rig
+from hil_rigs.engine_memory import StateSnapshot
+from hil_rigs.local import LocalOptions, LocalRig, RigFailure
+from verification.properties.kv_conservation import check_snapshot
+
+IDLE_DEADLINE_S = 30.0
+
+
+def settled(rig: LocalRig) -> StateSnapshot:
+    """State once no request lives; fails after a deadline."""
+    deadline = time.monotonic() + IDLE_DEADLINE_S
+    while True:
+        with rig.memory.hold():
+            snapshot = rig.memory.snapshot()
+        if int(snapshot.header["live"]) == 0:
+            return snapshot
+        assert time.monotonic() < deadline, f"{int(snapshot.header['live'])} requests still live"
+
+
+def completion(rig: LocalRig, **body: Any) -> httpx.Response:
+    return httpx.post(f"{rig.base_url}/v1/completions", json={"model": rig.model_name, **body}, timeout=60.0)
+
+
+def test_client_vanishes_mid_stream(tiny_rig: LocalRig) -> None:
+    """Catches: KV of a client that went away kept until its request would have ended."""
+    body = {"model": tiny_rig.model_name, "prompt": [5, 6, 7], "max_tokens": 250, "stream": True, "temperature": 1.0}
+    before = settled(tiny_rig)
+    with httpx.stream("POST", f"{tiny_rig.base_url}/v1/completions", json=body, timeout=60.0) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+    snapshot = settled(tiny_rig)
+    assert len(snapshot.free_list) == len(before.free_list)
+    assert check_snapshot(snapshot).ok()
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [(0, 400), (1, 200), (254, 200), (255, 200), (256, 400), (257, 400), (2560, 400)]
+)
+def test_prompt_lengths(tiny_rig: LocalRig, length: int, status: int) -> None:
+    """max_len is 256: a prompt of 255 leaves room for one token.
+
+    Catches: an engine that dies or hangs on a prompt at or beyond its limit (B01), and an off-by-one refusal.
+    """
+    response = completion(tiny_rig, prompt=[9] * length, max_tokens=1)
+    assert response.status_code == status, response.text
+    if status != 200:
+        assert response.json()["error"]["message"]
+    assert completion(tiny_rig, prompt=[9, 9], max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_max_tokens(tiny_rig: LocalRig, max_tokens: int) -> None:
+    """Catches: a request that asks for nothing and waits for ever."""
+    assert completion(tiny_rig, prompt=[1], max_tokens=max_tokens).status_code == 400
+
+
+def test_burst(tiny_rig: LocalRig) -> None:
+    """1,000 requests at once on 64 slots: each is answered, with tokens or with 429 and Retry-After.
+
+    Catches: a request lost or hung under overload, a leak on the refusal path.
+    """
+
+    body = {"model": tiny_rig.model_name, "prompt": [3, 4], "max_tokens": 2, "temperature": 0}
+    url = f"{tiny_rig.base_url}/v1/completions"
+
+    async def burst() -> list[httpx.Response]:
+        async with contextlib.AsyncExitStack() as stack:
+            # Forty clients of 25 connections: httpx's pool takes time quadratic in its connections.
+            clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=120.0)) for _ in range(40)]
+            return await asyncio.gather(*(client.post(url, json=body) for client in clients for _ in range(25)))
+
+    responses = asyncio.run(burst())
+    codes = [r.status_code for r in responses]
+    assert set(codes) <= {200, 429}, sorted(set(codes))
+    assert codes.count(200) >= 64
+    assert all("retry-after" in r.headers for r in responses if r.status_code == 429)
+    texts = {r.json()["choices"][0]["text"] for r in responses if r.status_code == 200}
+    assert len(texts) == 1, "the same greedy request got different answers"
+    snapshot = settled(tiny_rig)
+    assert check_snapshot(snapshot).ok()
+
+
+def refused_start(model: Path) -> str:
+    with pytest.raises(RigFailure) as failure, LocalRig(load_rig("local"), model, options=LocalOptions()):
+        pass
+    return str(failure.value)
+
+
+def test_truncated_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    """Catches: garbage weights served, or a start that hangs, on a file that was cut off."""
+    model = tmp_path / "cut"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        data = file.read_bytes()
+        (model / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    assert "status 2" in refused_start(model)
+
+
+def test_missing_tensor(tiny_model: Path, tmp_path: Path) -> None:
+    """Catches: a tensor that is not there and silently left at random."""
+    model = tmp_path / "missing"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tiny_model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, model / "model.safetensors")
+    assert name in refused_start(model)
+
+
+def test_unsupported_architecture(tiny_model: Path, tmp_path: Path) -> None:
+    """Catches: another family served as if it were a Llama."""
+    model = tmp_path / "other"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        text = file.read_bytes()
+        if file.name == "config.json":
+            text = text.replace(b"LlamaForCausalLM", b"MambaForCausalLM").replace(b'"llama"', b'"mamba"')
+        (model / file.name).write_bytes(text)
+    assert "mamba" in refused_start(model).lower()
+
+
+def test_two_engines_at_once(tiny_rig: LocalRig, tiny_model: Path) -> None:
+    """Catches: names of shared memory, ports or folders that two runs share."""
+    with LocalRig(load_rig("local"), tiny_model, options=LocalOptions()) as other:
+        assert other.base_url != tiny_rig.base_url
+        answers = [completion(r, prompt=[7, 8, 9], max_tokens=8, temperature=0).json() for r in (tiny_rig, other)]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+
+
+def test_no_process_or_memory_is_left(tiny_model: Path) -> None:
+    """Catches: an engine killed without notice that leaves its shared memory or its front end behind."""
+    rig = LocalRig(load_rig("local"), tiny_model, options=LocalOptions())
+    rig.start()
+    segment = Path("/dev/shm") / f"blink-{rig.name}"
+    assert segment.exists()
+    rig.stop()
+    assert not segment.exists()

@@ -1,0 +1,88 @@
+"""The engine process with one planted fault: `python tests/planted/engine.py FAULT [engine arguments]`.
+
+A rig description names it in `engine_command`, so that `blink certify` runs unchanged against the broken engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MUTANT_MODULE = "BLINK_MUTANT_MODULE"  # path of the native module built with its mutants
+MUTANT_ID = "BLINK_MUTANT_ID"
+
+
+def native_mutant() -> None:
+    """Class Q, R, K: the scheduler built with mutants, one of them active."""
+    path = os.environ[MUTANT_MODULE]
+    loader = importlib.machinery.ExtensionFileLoader("blink_core._native", path)
+    spec = importlib.util.spec_from_loader("blink_core._native", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    module.activate_mutant(int(os.environ[MUTANT_ID]))
+    sys.modules["blink_core._native"] = module
+
+
+def foreign_kv_row() -> None:
+    """Class K: once in each request's life, one row of its KV is overwritten by one that belongs elsewhere."""
+    from blink_core.runtime import model_step
+
+    shipped = model_step.ModelStep.__call__
+    position, due = 3, 12
+    hit: set[tuple[int, int]] = set()
+
+    def planted(self: model_step.ModelStep, plan: Any) -> None:
+        size = self._kv.page_size
+        old = plan.rows["context_len"].astype(int) - plan.rows["q_len"]
+        for row in range(len(plan.rows)):
+            key = (int(plan.rows["request"][row]), int(plan.rows["generation"][row]))
+            if old[row] < due or key in hit:
+                continue
+            hit.add(key)
+            others = [r for r in range(len(plan.rows)) if r != row and old[r] >= due]
+            source = (plan.block_tables[others[0]], position) if others else (plan.block_tables[row], position + 4)
+            for pool in (self._kv.k, self._kv.v):
+                taken = pool[:, source[0][source[1] // size], source[1] % size]
+                pool[:, plan.block_tables[row][position // size], position % size] = taken
+        shipped(self, plan)
+
+    model_step.ModelStep.__call__ = planted  # type: ignore[method-assign]
+
+
+def rotary_position() -> None:
+    """Class O: the token at position 10 is rotated as if it stood at 11."""
+    from blink_core.runtime import model_step
+
+    shipped = model_step.step_batch
+
+    def planted(plan: Any) -> Any:
+        batch = shipped(plan)
+        positions = batch.positions.copy()
+        positions[positions == 10] += 1
+        return dataclasses.replace(batch, positions=positions)
+
+    model_step.step_batch = planted
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "native-mutant": native_mutant,
+    "foreign-kv-row": foreign_kv_row,
+    "rotary-position": rotary_position,
+}
+
+
+def main(argv: list[str]) -> int:
+    FAULTS[argv[0]]()
+    from blink_core.runtime.engine_main import main as engine_main
+
+    return engine_main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
