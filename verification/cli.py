@@ -58,9 +58,7 @@ def certify_command(
     from verification.certificate.certify import certify
 
     more = ("--exitfirst",) if fail_fast else ()
-    code = certify(
-        rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more
-    )
+    code = certify(rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more)
     raise typer.Exit(code)
 
 

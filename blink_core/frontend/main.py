@@ -175,8 +175,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         on_ready,
     )
     loop = asyncio.get_running_loop()
+
+    def stop_soon() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: it is stopping already
+            loop.call_soon_threadsafe(server.stop)
+
     if arguments.exit_with_parent:
-        watch_parent(lambda: loop.call_soon_threadsafe(server.stop))
+        watch_parent(stop_soon)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     await server.serve(sockets=[listener])

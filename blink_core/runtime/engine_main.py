@@ -23,8 +23,8 @@ from blink_core.runtime.cpu import CpuRuntime, noop_step, poison
 from blink_core.runtime.cpu import ModelStep as StepFunction
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.runtime.memory import OwnedMemory
-from blink_core.runtime.parent import watch_parent
 from blink_core.runtime.model_step import Capture, ModelStep
+from blink_core.runtime.parent import watch_parent
 from blink_core.transport.interface import TransportError
 from blink_core.transport.shm import shm_available
 

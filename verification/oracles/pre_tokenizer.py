@@ -2,8 +2,8 @@
 
 GGUF names the pre-tokeniser in `tokenizer.ggml.pre`. transformers (5.24) ignores that key and splits as GPT-2 does.
 For "smollm" llama.cpp's table, and the model's own tokenizer.json, split digits one by one before that, so ids of text
-such as "\\n\\n1." would differ from what the model was trained on. A name that needs no change, or that is unknown here,
-is left as transformers has it.
+such as "\\n\\n1." would differ from what the model was trained on. A name that needs no change, or that is unknown
+here, is left as transformers has it.
 """
 
 from __future__ import annotations
