@@ -100,7 +100,7 @@ lint: install-dev
 
 check: install-dev model
 	@echo "== pytest"
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 bench: install-dev
 	@$(PY) -m blink_core.bench

@@ -12,9 +12,11 @@ import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from blink_core.abi.enums import FinishReason, LogKind
 from hil_rigs.description import load_rig
 from hil_rigs.engine_memory import StateSnapshot
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
+from tests.real_model import real_model
 from verification.properties.kv_conservation import check_snapshot
 
 IDLE_DEADLINE_S = 30.0
@@ -39,11 +41,16 @@ def test_client_vanishes_mid_stream(tiny_rig: LocalRig) -> None:
     """Catches: KV of a client that went away kept until its request would have ended."""
     body = {"model": tiny_rig.model_name, "prompt": [5, 6, 7], "max_tokens": 250, "stream": True, "temperature": 1.0}
     before = settled(tiny_rig)
+    logged = int(before.header["log_tail"])
     with httpx.stream("POST", f"{tiny_rig.base_url}/v1/completions", json=body, timeout=60.0) as response:
         assert response.status_code == 200
         next(response.iter_lines())
     snapshot = settled(tiny_rig)
     assert len(snapshot.free_list) == len(before.free_list)
+    new = snapshot.log[logged - snapshot.log_lost :]
+    (ended,) = new[new["kind"] == LogKind.FINISH]
+    assert ended["a"] == FinishReason.CANCELLED
+    assert ended["b"] < 250, "the request ran to its own end before it was cancelled"
     assert check_snapshot(snapshot).ok()
 
 
@@ -110,6 +117,16 @@ def test_truncated_safetensors(tiny_model: Path, tmp_path: Path) -> None:
     assert "status 2" in refused_start(model)
 
 
+def test_truncated_gguf(tmp_path: Path) -> None:
+    """Catches: the same for the other format, cut within the header and within the weights."""
+    whole = real_model()
+    for size in (1 << 16, 20 << 20):
+        model = tmp_path / f"cut-{size}.gguf"
+        with whole.open("rb") as source:
+            model.write_bytes(source.read(size))
+        assert "status 2" in refused_start(model)
+
+
 def test_missing_tensor(tiny_model: Path, tmp_path: Path) -> None:
     """Catches: a tensor that is not there and silently left at random."""
     model = tmp_path / "missing"
@@ -144,8 +161,8 @@ def test_two_engines_at_once(tiny_rig: LocalRig, tiny_model: Path) -> None:
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
 
 
-def test_no_process_or_memory_is_left(tiny_model: Path) -> None:
-    """Catches: an engine killed without notice that leaves its shared memory or its front end behind."""
+def test_memory_is_given_back(tiny_model: Path) -> None:
+    """Catches: an orderly stop that leaves the shared memory behind."""
     rig = LocalRig(load_rig("local"), tiny_model, options=LocalOptions())
     rig.start()
     segment = Path("/dev/shm") / f"blink-{rig.name}"

@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from hil_rigs.description import RIGS_DIR
-from tests.planted.build import build_mutants
+from tests.planted.build import Mutant, build_mutants
 from tests.planted.engine import MUTANT_ID, MUTANT_MODULE
 
 ENGINE = Path(__file__).parents[1] / "planted" / "engine.py"
-ADMIT_YOUNGEST_FIRST = 1
 
 FAULTS = {
     "admit-youngest-first": ("native-mutant", {"queue-ordering"}),
@@ -43,7 +42,7 @@ def test_planted_fault_is_named(name: str, tiny_model: Path, tmp_path: Path) -> 
     rig.write_text(yaml.safe_dump(description))
     environment = {}
     if fault == "native-mutant":
-        environment = {MUTANT_MODULE: str(build_mutants()), MUTANT_ID: str(ADMIT_YOUNGEST_FIRST)}
+        environment = {MUTANT_MODULE: str(build_mutants()), MUTANT_ID: str(int(Mutant.ADMIT_YOUNGEST_FIRST))}
     done = certify(rig, tiny_model, tmp_path / "out", environment)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output

@@ -14,8 +14,6 @@ import httpx
 import psutil
 import pytest
 
-from verification.models.tiny import build_tiny
-
 START_S = 120.0
 STOP_S = 60.0
 BLINK = [sys.executable, "-c", "from verification.cli import main; main()"]
@@ -60,12 +58,6 @@ class Serve:
         children = psutil.Process(self.process.pid).children()
         (found,) = [child for child in children if module in " ".join(child.cmdline())]
         return found
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with its tokeniser."""
-    return build_tiny(tmp_path_factory.mktemp("tiny")).path
 
 
 @pytest.fixture

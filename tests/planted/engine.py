@@ -6,12 +6,15 @@ A rig description names it in `engine_command`, so that `blink certify` runs unc
 from __future__ import annotations
 
 import dataclasses
-import importlib.machinery
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.planted.load import replace_native
 
 MUTANT_MODULE = "BLINK_MUTANT_MODULE"  # path of the native module built with its mutants
 MUTANT_ID = "BLINK_MUTANT_ID"
@@ -19,14 +22,7 @@ MUTANT_ID = "BLINK_MUTANT_ID"
 
 def native_mutant() -> None:
     """Class Q, R, K: the scheduler built with mutants, one of them active."""
-    path = os.environ[MUTANT_MODULE]
-    loader = importlib.machinery.ExtensionFileLoader("blink_core._native", path)
-    spec = importlib.util.spec_from_loader("blink_core._native", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    module.activate_mutant(int(os.environ[MUTANT_ID]))
-    sys.modules["blink_core._native"] = module
+    replace_native(Path(os.environ[MUTANT_MODULE])).activate_mutant(int(os.environ[MUTANT_ID]))
 
 
 def foreign_kv_row() -> None:

@@ -97,22 +97,10 @@ def model_digest(path: Path) -> str:
     return file_digest(path)
 
 
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def machine() -> dict[str, Any]:
     """CPU, memory, operating system, Python and package versions of this machine."""
+    from hil_rigs.probe import machine_facts  # psutil and pydantic are not needed to load this module
+
     packages: dict[str, str] = {}
     for name in _PACKAGES:
         try:
@@ -124,14 +112,9 @@ def machine() -> dict[str, Any]:
     except OSError:
         release = "unknown"
     return {
+        **machine_facts(),
         "hostname": platform.node(),
-        "architecture": platform.machine(),
-        "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": _memory_bytes(),
         "os": release,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
         "python_implementation": sys.implementation.name,
         "packages": packages,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scipy.stats import binomtest
+from verification.criterion.yardstick import clopper_pearson
 
 CONFIDENCE = 0.95
 
@@ -12,9 +12,5 @@ def rate_interval(events: int, n: int) -> tuple[float, float] | None:
 
     Raises `ValueError` when `events` is not in 0..n.
     """
-    if not 0 <= events <= n:
-        raise ValueError(f"{events} events in {n} cases")
-    if n == 0:
-        return None
-    interval = binomtest(events, n).proportion_ci(confidence_level=CONFIDENCE, method="exact")
-    return float(interval.low), float(interval.high)
+    interval = clopper_pearson(events, n, CONFIDENCE)
+    return None if n == 0 else interval

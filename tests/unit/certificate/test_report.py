@@ -179,7 +179,7 @@ def test_bounds_are_clopper_pearson() -> None:
     """Catches: a bound from the normal approximation, which is zero wide when nothing failed."""
     assert rate_interval(0, 100) == pytest.approx((0.0, 1 - 0.025 ** (1 / 100)), rel=1e-9)
     assert rate_interval(0, 0) is None
-    with pytest.raises(ValueError, match="3 events in 2 cases"):
+    with pytest.raises(ValueError, match="3 events in 2 trials"):
         rate_interval(3, 2)
 
 

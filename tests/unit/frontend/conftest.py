@@ -21,7 +21,7 @@ from blink_core.frontend.detokenizer import byte_alphabet
 from blink_core.frontend.engine_api import EngineHealth, EngineLimits, Finished, TokenOutput
 from blink_core.frontend.tokenizer import Tokenizer, load_tokenizer
 from blink_core.frontend.tokenizer_gguf import tokenizer_from_metadata
-from blink_core.model_store import stored_path
+from tests.real_model import real_model
 
 MODEL = "SmolLM2-135M-Instruct"
 DEADLINE_S = 60.0
@@ -34,10 +34,7 @@ CHATML = (
 @pytest.fixture(scope="session")
 def smollm_path() -> Path:
     """The pinned model's GGUF file."""
-    path = stored_path(MODEL)
-    if not path.is_file():
-        pytest.skip(f"{path} is not there; run: blink model fetch {MODEL}")
-    return path
+    return real_model()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 import transformers
 
 from blink_core.models import load_config, load_model
-
-REPOSITORY = Path(__file__).parents[3]
-SMOLLM2 = Path(".blink/models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+from tests.real_model import real_model
 
 
 def huggingface(model: Any, tokens: list[int]) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
@@ -75,10 +72,7 @@ def test_tiny_llama(
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """The real GGUF file; skipped only where it has not been fetched."""
-    path = Path(os.environ.get("BLINK_TEST_MODEL", REPOSITORY / SMOLLM2))
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: run `blink model fetch` or set BLINK_TEST_MODEL")
-    return path
+    return real_model()
 
 
 # "The quick brown fox jumps over the lazy dog. In 1969 two astronauts walked on the Moon, while a third stayed in

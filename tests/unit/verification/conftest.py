@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.real_model import real_model
 from verification.models.tiny import Ratio, TinyModel, build_tiny
 from verification.oracles.hf import HFOracle
 from verification.thresholds import Thresholds, default_thresholds
-
-SMOLLM2 = Path(__file__).parents[3] / ".blink/models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,4 @@ def limits() -> Thresholds:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The real model's file; skipped where nobody has fetched it."""
-    if not SMOLLM2.is_file():
-        pytest.skip(f"{SMOLLM2.name} is not here: blink model fetch")
-    return SMOLLM2
+    return real_model()
