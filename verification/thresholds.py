@@ -53,11 +53,6 @@ class TinyModelThresholds(_Strict):
     max_seeds: Count
 
 
-class ErrorRates(_Strict):
-    per_test: Fraction
-    family_wise: Fraction
-
-
 class Thresholds(_Strict):
     """All registered limits. ``digest`` is the SHA-256 of the file's bytes, in hexadecimal."""
 
@@ -65,7 +60,6 @@ class Thresholds(_Strict):
     tokens: TokenThresholds
     kv: KVThresholds
     tiny_models: TinyModelThresholds
-    error_rates: ErrorRates
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
