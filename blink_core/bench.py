@@ -109,7 +109,7 @@ def engine_process() -> Iterator[EngineDescriptor]:
     """An engine with the no-op model in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="blink-bench-") as folder:
         command = [sys.executable, "-m", "blink_core.runtime.engine_main", "--run-dir", folder, "--segment", _name()]
-        command += ["--exit-with-parent", "--verbosity", "warning", "--slots", "64"]
+        command += ["--exit-with-parent", str(os.getpid()), "--verbosity", "warning", "--slots", "64"]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             ready, deadline = Path(folder) / "engine.json", time.monotonic() + WAIT_S

@@ -56,6 +56,8 @@ class RigDescription(_Strict):
     summary: Annotated[str, Field(min_length=1, max_length=200)]
     capabilities: Annotated[tuple[str, ...], Field(min_length=1)]
     engine: EngineSettings = EngineSettings()
+    exclusive: bool = False
+    """One run at a time has the whole rig; False where everything that a run takes is named by its own id."""
     engine_command: tuple[str, ...] = ()
     """Arguments of this Python that start the engine process, before Blink's own; empty: the shipped engine."""
 

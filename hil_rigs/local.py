@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -12,25 +13,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from blink_core.frontend.engine_client import open_ring
+from blink_core.frontend.engine_client import HEARTBEAT_LIMIT_S, open_ring
 from blink_core.frontend.ring_client import RingClient
 from blink_core.runtime.descriptor import EngineDescriptor
-from blink_core.transport.shm import SHM_DIR
+from blink_core.transport.shm import SHM_DIR, remove_dead_segments
 from hil_rigs.description import RigDescription
 from hil_rigs.engine_memory import EngineMemory
 
 START_TIMEOUT_S = 180.0  # a cold page cache and a busy machine; SmolLM2 takes about 3 s
 STOP_TIMEOUT_S = 20.0
 ENGINE_MODULE = ("-m", "blink_core.runtime.engine_main")
+# What GGUF files carry at the end of their names: .Q4_1, -Q4_K_M, .IQ3_XXS, .f16, -BF16.
+_QUANTISATION = re.compile(r"[.-](?:(?:I|T)?Q[1-8](?:_[0-9A-Z]+)*|B?F16|F32|MXFP4)$", re.IGNORECASE)
 
 
 class RigFailure(RuntimeError):
     """A process of the rig did not start, or died; the message ends with the last lines of its log."""
+
+
+class StartCancelled(RigFailure):
+    """The start was broken off because the caller asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +48,16 @@ class LocalOptions:
     batch_invariant: bool = False
     capture: bool = False
     verbosity: str = "info"
+    heartbeat_limit_s: float = HEARTBEAT_LIMIT_S  # after which the front end takes the engine for lost
     threads: int = 0  # BLAS threads of the engine; 0: half the cores, for BLAS threads spin and starve the others
     engine: dict[str, int] = field(default_factory=dict)  # EngineConfig fields that override the description
+
+
+def served_name(model: Path) -> str:
+    """Name of the API for a model: a folder's name, or a GGUF file's without `.gguf` and its quantisation."""
+    if not model.is_file() or model.suffix.lower() != ".gguf":
+        return model.name
+    return _QUANTISATION.sub("", model.stem) or model.stem
 
 
 class LocalRig:
@@ -78,7 +94,7 @@ class LocalRig:
         """Name under which the model is served."""
         if self.model is None:
             return "noop"
-        return self.model.name.split(".")[0] if self.model.is_file() else self.model.name
+        return served_name(self.model)
 
     @property
     def base_url(self) -> str:
@@ -112,19 +128,22 @@ class LocalRig:
 
     # ---- life cycle
 
-    def start(self, timeout: float = START_TIMEOUT_S) -> None:
-        """Starts the engine and then the front end. Raises RigFailure; whatever had started is stopped again."""
+    def start(self, timeout: float = START_TIMEOUT_S, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Starts the engine and then the front end. Raises RigFailure; whatever had started is stopped again.
+
+        `cancelled` is asked all the time; True breaks the start off with StartCancelled.
+        """
+        remove_dead_segments()  # of engines that were killed: they hold memory that this one may need
         self.run_dir = Path(tempfile.mkdtemp(prefix=f"blink-{self.name}-"))
         try:
             deadline = time.monotonic() + timeout
             self._spawn("engine", self._engine_command())
-            self._await("engine", self.run_dir / "engine.json", deadline)
+            self._await("engine", self.run_dir / "engine.json", deadline, cancelled)
             self._descriptor = EngineDescriptor.read(self.run_dir / "engine.json")
             if self._http:
                 self._spawn("frontend", self._frontend_command())
-                self._await("frontend", self.run_dir / "frontend.json", deadline)
-                ready = json.loads((self.run_dir / "frontend.json").read_text())
-                self._base_url = f"http://{self._host}:{ready['port']}"
+                self._await("frontend", self.run_dir / "frontend.json", deadline, cancelled)
+                self._base_url = json.loads((self.run_dir / "frontend.json").read_text())["url"]
         except BaseException:
             self.stop()
             raise
@@ -147,7 +166,7 @@ class LocalRig:
             command += [f"--{name.replace('_', '-')}", str(value)]
         if self.model is not None:
             command += ["--model", str(self.model)]
-        command += ["--exit-with-parent"]
+        command += ["--exit-with-parent", str(os.getpid())]
         command += ["--batch-invariant"] * options.batch_invariant + ["--capture"] * options.capture
         return command
 
@@ -157,7 +176,8 @@ class LocalRig:
             *("-m", "blink_core.frontend.main", "--engine", str(self.run_dir / "engine.json"), "--ring", "0"),
             *("--host", self._host, "--port", str(self._port), "--model", str(self.model)),
             *("--served-name", self.model_name, "--ready", str(self.run_dir / "frontend.json")),
-            *("--log-level", self.options.verbosity, "--exit-with-parent"),
+            *("--log-level", self.options.verbosity, "--exit-with-parent", str(os.getpid())),
+            *("--heartbeat-limit", str(self.options.heartbeat_limit_s)),
         ]
 
     def _spawn(self, name: str, arguments: list[str]) -> None:
@@ -176,9 +196,11 @@ class LocalRig:
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher, which stops in order
             )
 
-    def _await(self, name: str, ready: Path, deadline: float) -> None:
+    def _await(self, name: str, ready: Path, deadline: float, cancelled: Callable[[], bool]) -> None:
         process = self._processes[name]
         while not ready.exists():
+            if cancelled():
+                raise StartCancelled(f"cancelled before {name} was ready")
             try:
                 code = process.wait(0.02)
             except subprocess.TimeoutExpired:

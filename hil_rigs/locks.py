@@ -13,15 +13,22 @@ import os
 import platform
 import re
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import filelock
 import psutil
 
 from blink_core.model_store import blink_home
+
+if TYPE_CHECKING:
+    from hil_rigs.description import RigDescription
 
 LOCK_DIR_VARIABLE = "BLINK_LOCK_DIR"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -125,6 +132,11 @@ class OwnedLock:
         self._held: Holder | None = None
 
     @property
+    def path(self) -> Path:
+        """The lock's file, which names its holder."""
+        return self._path
+
+    @property
     def held(self) -> bool:
         """Whether this object holds the lock."""
         return self._held is not None
@@ -211,3 +223,38 @@ def clean_stale(directory: Path | None = None) -> list[Holder]:
                 path.unlink(missing_ok=True)
                 removed.append(found)
     return removed
+
+
+_rigs_lock = threading.Lock()
+_rigs: dict[Path, tuple[OwnedLock, int]] = {}  # held by this process, and how often
+
+
+@contextmanager
+def rig_lock(
+    description: RigDescription, owner: str, *, directory: Path | None = None, timeout_s: float = 0.0
+) -> Iterator[None]:
+    """Has the rig to itself while inside, if its description says `exclusive`; else does nothing and leaves nothing.
+
+    owner: the run id. One owner may enter again in the same process, for a second engine on its rig. Raises LockTimeout
+    with the holder's name when another owner or process still has the rig after `timeout_s`.
+    """
+    if not description.exclusive:
+        yield
+        return
+    lock = OwnedLock(f"rig-{description.name}", owner=owner, directory=directory)
+    with _rigs_lock:
+        held, count = _rigs.get(lock.path, (lock, 0))
+        if count == 0 or held.owner != owner:
+            held, count = lock, 0
+            lock.acquire(timeout_s)
+        _rigs[lock.path] = held, count + 1
+    try:
+        yield
+    finally:
+        with _rigs_lock:
+            held, count = _rigs[lock.path]
+            if count > 1:
+                _rigs[lock.path] = held, count - 1
+            else:
+                del _rigs[lock.path]
+                held.release()

@@ -15,7 +15,7 @@ import typer
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.description import RigError, load_rig
-from hil_rigs.local import LocalRig
+from hil_rigs.local import LocalRig, StartCancelled
 
 EXIT_ENGINE_DIED = 1
 EXIT_UNUSABLE = 2
@@ -38,7 +38,10 @@ def serve(
         server = LocalRig(description, path, host=host, port=port)
         typer.echo(f"starting {path.name} on rig {description.name} ...", err=True)
         try:
-            server.start()
+            server.start(cancelled=stopped.is_set)
+        except StartCancelled:
+            typer.echo("stopped before it was ready", err=True)
+            return
         except Exception as error:
             server.stop()
             typer.echo(f"error: could not start: {error}", err=True)

@@ -27,7 +27,8 @@ _HINT: pytest.StashKey[Classification] = pytest.StashKey()
 _PHASES: pytest.StashKey[dict[str, Classification]] = pytest.StashKey()
 _DURATION: pytest.StashKey[float] = pytest.StashKey()
 _DETAILS: pytest.StashKey[str] = pytest.StashKey()
-RIG_FIXTURES = frozenset({"rig", "engine", "client"})
+# Fixture -> the fixture that started the rig behind it. Tests of one rig do not suffer when the other breaks.
+RIG_FIXTURES = {"rig": "rig", "engine": "rig", "client": "rig", "tiny": "tiny"}
 _MAX_DETAILS = 20_000
 _MAX_MESSAGE = 2_000
 # Set by `blink certify`, which builds and signs the report itself, from the journal, also when this process dies.
@@ -43,6 +44,11 @@ def _shorten(text: str, limit: int) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n... {len(text) - limit} characters left out ...\n{text[-half:]}"
+
+
+def rigs_of(item: pytest.Item) -> set[str]:
+    """Which rigs a test uses: "rig", "tiny"."""
+    return {RIG_FIXTURES[name] for name in getattr(item, "fixturenames", ()) if name in RIG_FIXTURES}
 
 
 class SessionPlugin:
@@ -190,8 +196,8 @@ class SessionPlugin:
         absent = sorted(needs - context.capabilities)
         if absent:
             return Classification(Outcome.FILTERED, f"filtered: rig {context.rig} has no {', '.join(absent)}")
-        if context.broken is not None and RIG_FIXTURES & set(getattr(item, "fixturenames", ())):
-            return Classification(Outcome.BLOCKED, f"blocked: the rig broke earlier: {context.broken}")
+        for rig in sorted(rigs_of(item) & context.broken.keys()):
+            return Classification(Outcome.BLOCKED, f"blocked: the rig broke earlier: {context.broken[rig]}")
         return None
 
     @staticmethod
@@ -235,7 +241,7 @@ class SessionPlugin:
             return item.stash.get(_HINT, None) or Classification(Outcome.SKIPPED, str(call.excinfo.value))
         error = call.excinfo.value
         if isinstance(error, RigBroken):
-            self.context.break_rig(f"{error} (first in {own_id(item)})")
+            self._break_rigs(item, f"{error} (first in {own_id(item)})")
         if phase == "setup":
             # pytest hands the error of a wide-scoped fixture to each test that asks for it: one cause, counted once.
             known = self._setup_errors.setdefault(id(error), (error, own_id(item)))
@@ -285,11 +291,16 @@ class SessionPlugin:
         elif report.when not in ("setup", "call", "teardown"):  # pytest-xdist's report of a worker that died
             self.collector.crashed(report.nodeid, f"the worker that ran it died: {report.longrepr}")
 
-    def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
+    def _break_rigs(self, item: pytest.Item, reason: str) -> None:
+        """The rigs that a test used are broken: a test uses one, or whose fault it was cannot be told."""
+        for rig in rigs_of(item) or {"rig"}:
+            self.context.break_rig(reason, fixture=rig)
+
+    def pytest_exception_interact(self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any]) -> None:
         """Break the rig as soon as a `RigBroken` is seen, also when it is a member of a group."""
         error = call.excinfo.value if call.excinfo is not None else None
         if isinstance(error, BaseExceptionGroup) and (broken := error.subgroup(RigBroken)) is not None:
-            self.context.break_rig(str(broken.exceptions[0]))
+            self._break_rigs(cast(pytest.Item, node), str(broken.exceptions[0]))
 
     # --- end -----------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class RunContext:
     worker: str = "main"
     key: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    broken: str | None = None
+    broken: dict[str, str] = field(default_factory=dict)  # why, by rig: "rig" serves the model under test, "tiny"
     capabilities: frozenset[str] = frozenset()
     _required: RequiredSet | None = None
 
@@ -92,10 +92,12 @@ class RunContext:
         """Put a JSON value about the run into the report."""
         self.facts[name] = value
 
-    def break_rig(self, reason: str) -> None:
-        """Declare the rig unusable: every later test that uses it is `blocked`. The first reason stays."""
-        if self.broken is None:
-            self.broken = reason
+    def break_rig(self, reason: str, *, fixture: str = "rig") -> None:
+        """Declare a rig unusable: every later test that uses it is `blocked`. The first reason stays.
+
+        fixture: the fixture that started it, "rig" or "tiny"; tests of the other one go on.
+        """
+        self.broken.setdefault(fixture, reason)
 
     def evidence(self, test_id: str) -> Path | None:
         """A folder for files of a test that are signed with the report; None when no output was asked for."""

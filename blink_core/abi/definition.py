@@ -81,7 +81,7 @@ class Region:
 CONFIG = Struct(
     "Config",
     256,
-    "Sizes and limits fixed at start; the first bytes of the control region.",
+    "Sizes and limits fixed at start: first in the control region, for readers, and first in State, for the scheduler.",
     (
         Field("magic", "u64", "MAGIC"),
         Field("abi_version", "u32", "ABI_VERSION"),
@@ -137,7 +137,7 @@ FRONT_END_LINE = Struct(
     "Written by the front end, monotone, overwritten in place.",
     (
         Field("epoch", "u64", "grows with each front end that attaches"),
-        Field("lease", "u64", "grows while the front end lives"),
+        Field("lease", "u64", "reserved for leases: nobody writes or reads it in this version"),
         Field("cq_head", "u64", "events consumed: credits"),
     ),
 )
@@ -391,6 +391,7 @@ REGIONS: tuple[Region, ...] = (
         "State",
         "All scheduler state: flat, pointer-free, engine-owned.",
         (
+            Section("config", "Config", "1", "the scheduler's own copy: front ends can write the shared one"),
             Section("header", "StateHeader", "1"),
             Section("rings", "RingState", "rings"),
             Section("requests", "Request", "rings * slots"),

@@ -36,7 +36,7 @@ enum class LogKind : uint32_t { ACCEPT = 1, REJECT = 2, ADMIT = 3, PREEMPT = 4, 
 enum class SlotFlag : uint32_t { IGNORE_EOS = 1 };
 enum class StepStatus : uint32_t { OK = 0, NAN_LOGITS = 1, FAILED = 2 };
 
-// Sizes and limits fixed at start; the first bytes of the control region.
+// Sizes and limits fixed at start: first in the control region, for readers, and first in State, for the scheduler.
 struct alignas(8) Config {
   uint64_t magic;  // MAGIC
   uint32_t abi_version;  // ABI_VERSION
@@ -121,7 +121,7 @@ static_assert(__builtin_offsetof(StatusLine, heartbeat) == 32);
 // Written by the front end, monotone, overwritten in place.
 struct alignas(8) FrontEndLine {
   uint64_t epoch;  // grows with each front end that attaches
-  uint64_t lease;  // grows while the front end lives
+  uint64_t lease;  // reserved for leases: nobody writes or reads it in this version
   uint64_t cq_head;  // events consumed: credits
   uint8_t reserved_[40];
 };
@@ -507,6 +507,7 @@ BLINK_FN constexpr RingLayout ring_layout(const Config& c) {
 
 // All scheduler state: flat, pointer-free, engine-owned.
 struct StateLayout {
+  uint64_t config;  // the scheduler's own copy: front ends can write the shared one
   uint64_t header;
   uint64_t rings;
   uint64_t requests;
@@ -523,6 +524,8 @@ BLINK_FN constexpr StateLayout state_layout(const Config& c) {
   (void)c;
   uint64_t at = 0;
   StateLayout l{};
+  l.config = at;
+  at = align_section(at + sizeof(Config) * uint64_t(1));
   l.header = at;
   at = align_section(at + sizeof(StateHeader) * uint64_t(1));
   l.rings = at;

@@ -15,7 +15,7 @@ struct RingMemory {
 };
 
 struct Context {
-  const Config* config;
+  const Config* config;  // in State: front ends can write the one in shared memory
   ControlLine* control;
   StatusLine* status;
   uint8_t* rings_base;
@@ -56,11 +56,17 @@ struct Context {
   BLINK_FN uint32_t* table_of(uint32_t row) const { return block_tables + uint64_t(row) * config->max_pages; }
 };
 
+// Once, before the first make_context: takes the configuration into engine-owned memory. From then on the shared copy is
+// for readers only, and what a front end writes there changes nothing.
+BLINK_FN void adopt_config(const uint8_t* shared, uint8_t* state) {
+  *reinterpret_cast<Config*>(state) = *reinterpret_cast<const Config*>(shared);
+}
+
 // `shared` holds the control region and then the rings; the others are engine-owned regions.
 BLINK_FN Context make_context(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan) {
   Context c{};
-  const ControlLayout cl = control_layout(*reinterpret_cast<Config*>(shared));
-  c.config = reinterpret_cast<Config*>(shared + cl.config);
+  c.config = reinterpret_cast<const Config*>(state);  // State's first section
+  const ControlLayout cl = control_layout(*c.config);
   c.control = reinterpret_cast<ControlLine*>(shared + cl.control);
   c.status = reinterpret_cast<StatusLine*>(shared + cl.status);
   c.rings_base = shared + cl.nbytes;

@@ -36,7 +36,8 @@ BLINK_FN void publish_events(const Context& c) {
 BLINK_FN uint64_t unconsumed(const RingState& rs) { return rs.cq_tail - rs.cq_head; }
 
 // True if one more terminal event fits beside those that live requests own and the tokens of the step in flight. Always
-// so for a front end that honours its slots; one that does not holds up its own ring only.
+// so for a front end that reuses a slot only after it has returned the credit of the slot's terminal event. One that does
+// not holds up its own ring, the cancels behind that entry included, until it returns credits.
 BLINK_FN bool terminal_credit(const Context& c, const RingState& rs) {
   return unconsumed(rs) + rs.planned + rs.live + 1 <= c.config->cq_entries;
 }

@@ -191,7 +191,9 @@ BLINK_FN void change_epoch(const Context& c, uint32_t ring, uint64_t epoch) {
   store_release(&gpu->epoch_ack, epoch);
 }
 
-// Takes every visible entry of one ring, at most one lap. Returns the number taken.
+// Takes the visible entries of one ring in order, at most one lap. Returns the number taken. A cancel needs no credit
+// itself, but waits behind a submission that lacks terminal credit or is still torn (the latter for at most
+// visibility_polls looks): entries are never taken out of order.
 template <class Group>
 BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   const RingMemory m = c.ring(ring);

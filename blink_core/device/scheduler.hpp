@@ -13,7 +13,7 @@ BLINK_FN void set_state(const Context& c, EngineState state) {
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) store_release(&c.ring(ring).gpu->state, uint64_t(state));
 }
 
-// First call, on zeroed engine memory.
+// First call, on engine memory that is zero but for the adopted configuration.
 BLINK_FN void init_state(const Context& c) {
   const Config& k = *c.config;
   for (uint32_t page = 0; page < k.pages; ++page) {
@@ -198,7 +198,8 @@ BLINK_FN uint32_t plan_running(const Context& c, uint32_t budget) {
 }
 
 // Admits heads of the rings in turn while rows, pages and budget last. A head that does not fit holds its ring; one whose
-// ring has no credit waits, because it would hold pages and could not speak.
+// ring has no credit waits, because it would hold pages and could not speak. Between rings there is no fairness beyond
+// whose turn it is: small requests of other rings may pass a large head for as long as they keep coming.
 BLINK_FN void plan_waiting(const Context& c, uint32_t budget) {
   const uint32_t rings = c.config->rings;
   uint32_t stuck = 0;

@@ -6,8 +6,9 @@
 using namespace blink;
 
 extern "C" __global__ void blink_init(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan) {
-  const Context c = make_context(shared, state, log, plan);
-  if (threadIdx.x == 0) init_state(c);
+  if (threadIdx.x != 0) return;
+  adopt_config(shared, state);
+  init_state(make_context(shared, state, log, plan));
 }
 
 // `launch` receives 1 if a step is to be launched.

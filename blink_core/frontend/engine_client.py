@@ -1,4 +1,10 @@
-"""The engine client of the HTTP front end: one ring, one polling thread, one asyncio queue a request."""
+"""The engine client of the HTTP front end: one ring, one polling thread, one asyncio queue a request.
+
+When the engine is lost, every request ends with ENGINE_DEAD and new ones are refused with it. That is final if its
+process has ended, it has stopped, or it broke the ring protocol. An engine that only stood still (no heartbeat for the
+limit) is taken back when its heartbeat returns: the client attaches with a new epoch, for which the engine drops the
+requests that were given up here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from blink_core.abi.dtypes import Array
+from blink_core.abi.config import ConfigError, EngineConfig
+from blink_core.abi.dtypes import CONFIG, Array
 from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.engine_api import (
@@ -25,7 +31,7 @@ from blink_core.frontend.engine_api import (
 )
 from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull
 from blink_core.runtime.descriptor import DescriptorError, EngineDescriptor
-from blink_core.transport.interface import TransportError
+from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
 
 log = logging.getLogger("blink.frontend")
@@ -39,8 +45,19 @@ Output = TokenOutput | Finished | EngineError
 class RingEngineClient:
     """`EngineClient` over a ring. Create it with `connect`; use it from one event loop."""
 
-    def __init__(self, ring: RingClient, limits: EngineLimits, pid: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        ring: RingClient,
+        limits: EngineLimits,
+        pid: int,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
+    ) -> None:
+        """ring: attached. pid: the engine's process. heartbeat_limit_s: seconds without a heartbeat that mean loss."""
         self._ring, self._limits, self._pid, self._loop = ring, limits, pid, loop
+        self._heartbeat_limit_s = heartbeat_limit_s
+        self._started = _start_time(pid)
         self._queues: dict[tuple[int, int], asyncio.Queue[Output]] = {}
         self._tags = itertools.count(1)
         self._failure: str | None = None
@@ -56,37 +73,67 @@ class RingEngineClient:
     # ---- polling thread
 
     def _pump(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._fail(self._follow())
+                if not self._reattach():
+                    return
+                log.warning("engine is back: its heartbeat returned, attached with a new epoch")
+                self._loop.call_soon_threadsafe(self._recover)
+        except _Lost as e:
+            self._fail(str(e))
+        except (ProtocolError, TransportError, ValueError) as e:
+            self._fail(str(e))
+        except RuntimeError:  # the event loop has closed
+            return
+
+    def _follow(self) -> str:
+        """Hands events on until the heartbeat stops; returns why. Raises _Lost if the engine is gone for good."""
         beat, beat_at = -1, time.monotonic()
         while not self._stop.is_set():
-            try:
-                events = self._ring.poll(POLL_S)
-                if len(events):
-                    self._loop.call_soon_threadsafe(self._dispatch, events)
-                now = time.monotonic()
-                if now - beat_at > POLL_S:
-                    self._ring.renew_lease()
-                    seen, state = self._ring.engine_words()
-                    if seen != beat:
-                        beat, beat_at = seen, now
-                    self._state = EngineState(state)
-                    if self._state in (EngineState.STOPPED, EngineState.FAILED) and not len(events):
-                        # Every event was published before that state: what the look above missed is there now.
-                        last = self._ring.poll(0.0)
-                        if not len(last):
-                            return self._fail(f"engine is {self._state.name.lower()}")
-                        self._loop.call_soon_threadsafe(self._dispatch, last)
-                    if now - beat_at > HEARTBEAT_LIMIT_S:
-                        return self._fail(f"no heartbeat for {HEARTBEAT_LIMIT_S:g} s")
-                    if not _alive(self._pid):
-                        return self._fail(f"engine process {self._pid} is gone")
-            except (ProtocolError, TransportError, ValueError) as e:
-                return self._fail(str(e))
-            except RuntimeError:  # the event loop has closed
-                return None
-        return None
+            events = self._ring.poll(POLL_S)
+            if len(events):
+                self._loop.call_soon_threadsafe(self._dispatch, events)
+            now = time.monotonic()
+            if now - beat_at <= POLL_S:
+                continue
+            seen = self._look(drained=not len(events))
+            if seen != beat:
+                beat, beat_at = seen, now
+            if now - beat_at > self._heartbeat_limit_s:
+                return f"no heartbeat for {self._heartbeat_limit_s:g} s"
+        return "the client is closed"
+
+    def _look(self, *, drained: bool) -> int:
+        """The heartbeat. Raises _Lost when the process is gone or the engine has stopped and said all it had to say."""
+        seen, state = self._ring.engine_words()
+        self._state = EngineState(state)
+        if self._state in (EngineState.STOPPED, EngineState.FAILED) and drained:
+            # Every event was published before that state: what was not there before it is there now.
+            last = self._ring.poll(0.0)
+            if not len(last):
+                raise _Lost(f"engine is {self._state.name.lower()}")
+            self._loop.call_soon_threadsafe(self._dispatch, last)
+        if self._started is None or _start_time(self._pid) != self._started:
+            raise _Lost(f"engine process {self._pid} is gone")
+        return seen
+
+    def _reattach(self) -> bool:
+        """Waits for the heartbeat to return and takes a new epoch. False when the client is closed meanwhile."""
+        stale = self._look(drained=True)
+        while not self._stop.wait(POLL_S):
+            if self._look(drained=True) == stale:
+                continue
+            with contextlib.suppress(TransportTimeout):  # it stands still again
+                self._ring.attach(self._heartbeat_limit_s)
+                return True
+            stale = self._look(drained=True)
+        return False
 
     def _fail(self, why: str) -> None:
-        """The engine is dead: every request ends with ENGINE_DEAD."""
+        """The engine is lost: every request ends with ENGINE_DEAD."""
+        if self._stop.is_set():
+            return
         log.error("engine lost: %s", why)
         self._failure = why
         with contextlib.suppress(RuntimeError):
@@ -95,8 +142,14 @@ class RingEngineClient:
     # ---- event loop
 
     def _fail_all(self, why: str) -> None:
-        for queue in self._queues.values():
-            queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine died: {why}"))
+        self._failure = why  # again: a late `_recover` of an earlier loss may have run in between
+        # Forgotten at once: after a new attach the same slot and generation name another request.
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {why}"))
+
+    def _recover(self) -> None:
+        self._failure = None
 
     def _dispatch(self, events: Array) -> None:
         for event in events.tolist():
@@ -116,7 +169,7 @@ class RingEngineClient:
     ) -> AsyncIterator[TokenOutput | Finished]:
         """See `EngineClient.generate`."""
         if self._failure is not None:
-            raise EngineError(ErrorReason.ENGINE_DEAD, f"the engine died: {self._failure}")
+            raise EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {self._failure}")
         queue: asyncio.Queue[Output] = asyncio.Queue()
         handle = self._submit(prompt, params, queue)
         log.debug("request %s is slot %d generation %d", request_id, handle.slot, handle.generation)
@@ -129,9 +182,10 @@ class RingEngineClient:
                     raise output
                 yield output
         finally:
-            del self._queues[handle.slot, handle.generation]
-            if not terminal:
-                self._cancel(handle)
+            if self._queues.get((handle.slot, handle.generation)) is queue:
+                del self._queues[handle.slot, handle.generation]
+                if not terminal:
+                    self._cancel(handle)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, queue: asyncio.Queue[Output]) -> Handle:
         try:
@@ -143,7 +197,7 @@ class RingEngineClient:
         # Events are dispatched on this loop, hence only after this registration.
         self._queues[handle.slot, handle.generation] = queue
         if self._failure is not None:
-            queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine died: {self._failure}"))
+            queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {self._failure}"))
         return handle
 
     def _cancel(self, handle: Handle) -> None:
@@ -183,21 +237,31 @@ def _explain(reason: ErrorReason) -> str:
     return f"{reason.name}: {_EXPLANATIONS.get(reason, 'the engine refused the request')}"
 
 
-def _alive(pid: int) -> bool:
+class _Lost(Exception):
+    """The engine is gone for good; says why."""
+
+
+def _start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot, which tells it from a later one with its pid; None if it is not
+    there or has ended: a zombie, which no parent has waited for yet, is gone too."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
-async def connect(descriptor_path: Path | str, ring: int, *, timeout: float = 30.0) -> RingEngineClient:
-    """Attaches to ring `ring` of the engine that wrote `descriptor_path`.
+async def connect(
+    descriptor_path: Path | str, ring: int, *, timeout: float = 30.0, heartbeat_limit_s: float = HEARTBEAT_LIMIT_S
+) -> RingEngineClient:
+    """Attaches to ring `ring` of the engine that wrote `descriptor_path`. Times are in seconds.
 
-    Raises EngineError with the reason when there is no such engine or ring, or it does not answer within `timeout`.
+    Raises EngineError with the reason when there is no such engine or ring, or it does not answer within `timeout`,
+    ValueError for a limit that no heartbeat could keep.
     """
+    if not heartbeat_limit_s > POLL_S:
+        raise ValueError(f"heartbeat limit is {heartbeat_limit_s} s, must be more than {POLL_S} s")
     try:
         descriptor = EngineDescriptor.read(Path(descriptor_path))
         config = descriptor.config
@@ -213,12 +277,22 @@ async def connect(descriptor_path: Path | str, ring: int, *, timeout: float = 30
         max_prompt_len=config.max_len - 1,
         slots=config.slots,
     )
-    return RingEngineClient(client, limits, descriptor.pid, asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    return RingEngineClient(client, limits, descriptor.pid, loop, heartbeat_limit_s=heartbeat_limit_s)
 
 
 def open_ring(descriptor: EngineDescriptor, ring: int) -> RingClient:
-    """A ring client over shared memory, not yet attached."""
+    """A ring client over shared memory, not yet attached.
+
+    Raises TransportError if the segment is not there, ProtocolError if it is of another engine than the descriptor.
+    """
     layouts = descriptor.config.layouts()
     segment = Segment(descriptor.segment)
+    try:
+        found = EngineConfig.unpack(bytes(segment.buffer[: CONFIG.itemsize]))
+    except ConfigError as e:
+        raise ProtocolError(f"segment {descriptor.segment}: {e}") from e
+    if found != descriptor.config:
+        raise ProtocolError(f"segment {descriptor.segment} holds {found}, the descriptor says {descriptor.config}")
     base = layouts["Control"].nbytes + ring * layouts["Ring"].nbytes
     return RingClient(ShmTransport(segment, base, layouts["Ring"].nbytes), descriptor.config)

@@ -28,7 +28,7 @@ from blink_core.frontend.app import ServerConfig, create_app
 from blink_core.frontend.chat import ChatTemplateError
 from blink_core.frontend.engine_api import EngineClient, EngineError
 from blink_core.frontend.tokenizer import TokenizerError, load_tokenizer
-from blink_core.runtime.parent import watch_parent
+from blink_core.runtime.parent import ParentWatch
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -49,7 +49,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grace", type=float, default=10.0, help="seconds for running requests at shutdown")
     parser.add_argument("--event-timeout", type=float, default=600.0, help="seconds to wait for one engine event")
     parser.add_argument("--max-body", type=int, default=0, help="bytes of a request body (0: from the model's length)")
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the launching process is gone")
+    parser.add_argument("--heartbeat-limit", type=float, default=5.0, help="seconds without one: the engine is lost")
+    parser.add_argument("--exit-with-parent", type=int, metavar="PID", help="stop when the launching process is gone")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser.parse_args(arguments)
 
@@ -67,16 +68,21 @@ def read_descriptor(path: Path) -> dict[str, Any]:
     return dict(model)
 
 
-async def _connect(path: Path, ring: int) -> EngineClient:
+async def _connect(path: Path, ring: int, heartbeat_limit_s: float) -> EngineClient:
     from blink_core.frontend.engine_client import connect
 
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            return await connect(path, ring)
+            return await connect(path, ring, heartbeat_limit_s=heartbeat_limit_s)
     except TimeoutError:
         raise StartError(f"engine descriptor {path}: no connection within {CONNECT_TIMEOUT_S:g} s") from None
     except (OSError, ValueError, KeyError, TypeError, EngineError) as error:
         raise StartError(f"engine descriptor {path}: {error}") from None
+
+
+def base_url(host: str, port: int) -> str:
+    """http://host:port, with an IPv6 address in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -137,13 +143,14 @@ class Server(uvicorn.Server):
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Run until a signal. Raises StartError."""
+    parent = ParentWatch(arguments.exit_with_parent)  # first: loading a tokeniser takes long
     model = read_descriptor(arguments.engine)
     try:
         tokenizer = load_tokenizer(arguments.model)
     except TokenizerError as error:
         raise StartError(f"model {arguments.model}: {error}") from None
     listener = listen(arguments.host, arguments.port)
-    engine = await _connect(arguments.engine, arguments.ring)
+    engine = await _connect(arguments.engine, arguments.ring, arguments.heartbeat_limit)
     config = ServerConfig(
         served_name=arguments.served_name,
         eos_token_ids=tuple(model["eos_token_ids"]),
@@ -156,11 +163,12 @@ async def serve(arguments: argparse.Namespace) -> None:
         await engine.close()
         raise StartError(f"model {arguments.model}: {error}") from None
     host, port = listener.getsockname()[:2]
+    url = base_url(arguments.host, port)
 
     def on_ready() -> None:
         if arguments.ready is not None:
-            write_ready(arguments.ready, {"port": port, "host": host, "pid": os.getpid()})
-        logging.getLogger("blink.frontend").info("serving %s on http://%s:%d", arguments.served_name, host, port)
+            write_ready(arguments.ready, {"url": url, "port": port, "host": host, "pid": os.getpid()})
+        logging.getLogger("blink.frontend").info("serving %s on %s", arguments.served_name, url)
 
     server = Server(
         uvicorn.Config(
@@ -180,8 +188,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: it is stopping already
             loop.call_soon_threadsafe(server.stop)
 
-    if arguments.exit_with_parent:
-        watch_parent(stop_soon)
+    parent.on_gone(stop_soon)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     await server.serve(sockets=[listener])

@@ -61,7 +61,6 @@ class RingClient:
         self._at = {name: section.offset for name, section in layout.sections.items()}
         self._io_timeout = io_timeout
         self._lock = threading.Lock()
-        self._lease = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -78,17 +77,21 @@ class RingClient:
 
     # ---- transport helpers
 
-    def _write(self, offset: int, data: bytes) -> None:
-        self._transport.post_write(offset, data)
+    def _write(self, offset: int, data: bytes) -> int:
+        return self._transport.post_write(offset, data)
+
+    def _await(self, work: int) -> bytes:
+        """Completion of `work` and of all before it, so that no failed write goes unseen."""
+        return self._transport.wait(work, deadline_after(self._io_timeout))
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        return self._transport.wait(self._transport.post_read(offset, nbytes), deadline_after(self._io_timeout))
+        return self._await(self._transport.post_read(offset, nbytes))
 
     def _word(self, section: str, field: int) -> int:
         return int.from_bytes(self._read(self._at[section] + 8 * field, 8), "little")
 
-    def _set_word(self, section: str, field: int, value: int) -> None:
-        self._write(self._at[section] + 8 * field, value.to_bytes(8, "little"))
+    def _set_word(self, section: str, field: int, value: int) -> int:
+        return self._write(self._at[section] + 8 * field, value.to_bytes(8, "little"))
 
     # ---- life cycle
 
@@ -103,8 +106,8 @@ class RingClient:
             # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
             self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
             self._set_word("front_end", 2, 0)
-            self._set_word("front_end", 0, epoch)
             deadline = deadline_after(timeout)
+            self._transport.wait(self._set_word("front_end", 0, epoch), deadline)
             seen = self._word("gpu", 0)
             while seen != epoch:
                 left = deadline - deadline_after(0)
@@ -195,6 +198,10 @@ class RingClient:
 
         slot: one-element `Slot` array; generation and prompt_offset are filled in here, and prompt_checksum and
         checksum too unless `seal` is False. tokens: int32 prompt, written to the arena.
+
+        A write that cannot be posted leaves nothing taken. Raises TransportTimeout or TransportError too when a posted
+        write does not complete: whether the engine has the request is unknown then, so its slot stays taken until its
+        terminal event or the next epoch.
         """
         with self._lock:
             if not self._free:
@@ -212,24 +219,26 @@ class RingClient:
             self._write(self._at["arena"] + 4 * offset, tokens.tobytes())
             self._write(self._at["slots"] + SLOT.itemsize * index, slot.tobytes())
             handle = Handle(index, generation, self._sq_tail)
-            self._publish(Op.SUBMIT, index, generation)
+            work = self._publish(Op.SUBMIT, index, generation)
             # A write that fails above leaves nothing taken.
             self._free.popleft()
             self._generation[index] = generation
             self._extents.append((handle.sq_index, offset))
             self._arena_next = offset + max(1, tokens.size)
             self._live[index, generation] = handle
-            return handle
+        self._await(work)
+        return handle
 
-    def _publish(self, op: Op, slot: int, generation: int) -> None:
+    def _publish(self, op: Op, slot: int, generation: int) -> int:
         at = self._at["sq"] + 8 * (self._sq_tail & (self.config.sq_entries - 1))
-        self._write(at, sq_word(self._sq_tail, op, slot, generation).to_bytes(8, "little"))
+        work = self._write(at, sq_word(self._sq_tail, op, slot, generation).to_bytes(8, "little"))
         self._sq_tail += 1
+        return work
 
     def cancel(self, handle: Handle) -> None:
         """Asks for the end of a request; its terminal event still comes. Asking again changes nothing.
 
-        Raises RingFull if the queue is full.
+        Raises RingFull if the queue is full, TransportError or TransportTimeout if the entry could not be written.
         """
         key = handle.slot, handle.generation
         with self._lock:
@@ -237,13 +246,9 @@ class RingClient:
                 return
             if self._sq_space() < 1:
                 raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
-            self._publish(Op.CANCEL, handle.slot, handle.generation)
+            work = self._publish(Op.CANCEL, handle.slot, handle.generation)
             self._cancelled.add(key)
-
-    def renew_lease(self) -> None:
-        """Tells the engine that this front end lives."""
-        self._lease += 1
-        self._set_word("front_end", 1, self._lease)
+        self._await(work)
 
     # ---- completion
 
@@ -284,7 +289,7 @@ class RingClient:
         return events
 
     def release_credits(self) -> None:
-        """Returns the credits of all events polled so far."""
+        """Returns the credits of all events polled so far. That write is awaited with the next read or submission."""
         self._set_word("front_end", 2, self._cq_head)
 
     def close(self) -> None:

@@ -50,6 +50,15 @@ class CpuRuntime:
         self.config = config
         self.layouts = config.layouts()
         self.segment = Segment(segment_name, config.shared_nbytes())
+        try:
+            self._allocate()
+        except BaseException:
+            self.segment.close()
+            raise
+
+    def _allocate(self) -> None:
+        """Engine-owned memory and the scheduler over it."""
+        config = self.config
         self.segment.buffer[: config.pack().nbytes] = config.pack().tobytes()
         self.state = OwnedMemory("state", self.layouts["State"].nbytes)
         self.log = OwnedMemory("log", self.layouts["Log"].nbytes)

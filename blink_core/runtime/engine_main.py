@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from blink_core.runtime.cpu import ModelStep as StepFunction
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.runtime.memory import OwnedMemory
 from blink_core.runtime.model_step import Capture, ModelStep
-from blink_core.runtime.parent import watch_parent
+from blink_core.runtime.parent import EXIT_ORPHANED, ParentWatch
 from blink_core.transport.interface import TransportError
 from blink_core.transport.shm import shm_available
 
@@ -32,6 +33,7 @@ log = logging.getLogger("blink.engine")
 
 NOOP_VOCAB = 251
 SHM_SHARE = 0.5  # of what is free: the rest is for a second engine
+ORPHAN_GRACE_S = 20.0  # for the step in flight, when nobody is left to kill this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="noop", help="served model name")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--capture", action="store_true", help="append the logits of every sampled row to a file")
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the launching process is gone")
+    parser.add_argument("--exit-with-parent", type=int, metavar="PID", help="stop when the launching process is gone")
     parser.add_argument("--verbosity", default="info", help="level of the process log")
     for field in fields(EngineConfig):
         if field.name not in ("vocab", "eos_ids"):
@@ -87,10 +89,21 @@ def serve_model(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
     return config, Served(info, ModelStep(model, KVPool(pool[0], pool[1], config.page_size), capture), kv)
 
 
+def stop_orphan(runtime: CpuRuntime) -> None:
+    """Stops an engine whose launcher is gone; ends the process if its step does not end in time."""
+    runtime.request_stop()
+    threading.Event().wait(ORPHAN_GRACE_S)  # a daemon thread: it goes with the process
+    runtime.segment.close()
+    os._exit(EXIT_ORPHANED)
+
+
 def run(args: argparse.Namespace) -> None:
     """Serves until told to stop. Raises ConfigError, ModelError or TransportError if it cannot start."""
+    parent = ParentWatch(args.exit_with_parent)  # first: loading a model takes long
     config, served = serve_model(args) if args.model else serve_noop(args)
-    runtime = CpuRuntime(config, args.segment)
+    with parent.hold():
+        runtime = CpuRuntime(config, args.segment)
+        parent.on_gone(lambda: stop_orphan(runtime))
     try:
         signal.signal(signal.SIGTERM, lambda *_: runtime.request_stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops the engine in order
@@ -108,8 +121,6 @@ def run(args: argparse.Namespace) -> None:
         log.info(
             "ready: %s, %d pages, %d rows, segment %s", served.info.name, config.pages, config.max_rows, args.segment
         )
-        if args.exit_with_parent:
-            watch_parent(runtime.request_stop)
         runtime.serve(served.step)
         log.info("stopped after %d steps", runtime.status("steps"))
     finally:

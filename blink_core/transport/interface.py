@@ -41,7 +41,8 @@ class Transport(Protocol):
     def wait(self, work: int, deadline: float) -> bytes:
         """Awaits completion of `work` and of all posted before it; returns what a read fetched, b'' for a write.
 
-        `deadline` is on `time.monotonic`. Raises TransportTimeout, or TransportError for a failed transfer.
+        `deadline` is on `time.monotonic`. Raises TransportTimeout if it passes first, or TransportError if `work` or a
+        transfer before it that nobody has awaited failed. May be called from several threads at once.
         """
 
     def wait_word(self, offset: int, old: int, timeout: float) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -26,8 +28,30 @@ def shm_available() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def remove_dead_segments() -> list[str]:
+    """Removes segments whose creator ended without unlinking them, and returns their names.
+
+    A creator holds a file lock on its segment for as long as it lives, so that no process id is trusted that another
+    process, or one in another container, may carry by now.
+    """
+    removed = []
+    for path in sorted(SHM_DIR.glob("blink-*")):
+        with contextlib.suppress(OSError):  # locked: its creator lives; or another user's; or just gone
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(fd).st_size == 0:
+                    continue  # being created: it is locked before it gets its size
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    path.unlink()
+                    removed.append(path.name)
+            finally:
+                os.close(fd)
+    return removed
+
+
 class Segment:
-    """A named segment. The creator owns the name and unlinks it on close."""
+    """A named segment. The creator owns the name, keeps it locked, and unlinks it on close."""
 
     def __init__(self, name: str, nbytes: int | None = None) -> None:
         """Creates the segment with `nbytes` zero bytes, or opens it when `nbytes` is None.
@@ -45,6 +69,8 @@ class Segment:
             raise TransportError(f"shared memory segment {name}: {e.strerror}") from e
         try:
             if nbytes is not None:
+                # Held until the process ends, as the mapping keeps a duplicate of fd. See remove_dead_segments.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Reserves the pages now: a full /dev/shm is an error here instead of a SIGBUS later.
                 os.posix_fallocate(fd, 0, nbytes)
             self.nbytes = os.fstat(fd).st_size

@@ -59,7 +59,7 @@ class Backoff {
 class Scheduler {
  public:
   Scheduler(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint32_t group_size = 1)
-      : context_(make_context(shared, state, log, plan)), group_(scratch_), group_size_(group_size) {
+      : context_(take_memory(shared, state, log, plan)), group_(scratch_), group_size_(group_size) {
     if (group_size < 1 || group_size > 256) throw std::invalid_argument("group_size must be from 1 to 256");
   }
   ~Scheduler() { join(); }
@@ -114,6 +114,11 @@ class Scheduler {
   }
 
  private:
+  static Context take_memory(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan) {
+    adopt_config(shared, state);
+    return make_context(shared, state, log, plan);
+  }
+
   enum Phase : uint32_t { IDLE, LAUNCHED, DONE, ENDED };
 
   void set_phase(uint32_t phase) {

@@ -12,7 +12,14 @@ import pytest
 from tests.planted.build import ROOT, build
 
 HERE = Path(__file__).parent
-TESTS = ("test_fuzz.py", "test_programs.py", "test_lifecycle.py", "test_submission_queue.py", "test_groups.py")
+TESTS = (
+    "test_fuzz.py",
+    "test_programs.py",
+    "test_lifecycle.py",
+    "test_submission_queue.py",
+    "test_configuration.py",
+    "test_groups.py",
+)
 TOO_SHORT = """
 import sys
 from pathlib import Path

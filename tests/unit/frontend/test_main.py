@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ class Echo:
     async def close(self):
         print("engine client closed", flush=True)
 
-async def connect(path, ring):
+async def connect(path, ring, *, heartbeat_limit_s):
     if ring != 0:
         raise ValueError(f"ring {ring} is not in the descriptor")
     return Echo()
@@ -95,6 +96,26 @@ def test_ready_file_request_and_sigterm(descriptor: Path, tmp_path: Path, smollm
     finally:
         process.kill()
         process.wait(DEADLINE_S)
+
+
+def test_ipv6_host(descriptor: Path, tmp_path: Path, smollm_path: Path) -> None:
+    """Catches: an IPv6 address without brackets in the URL, whose last group reads as the port."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    ready = tmp_path / "ready.json"
+    process = start(
+        *("--engine", descriptor, "--model", smollm_path, "--served-name", "smollm", "--port", 0, "--ready", ready),
+        *("--host", "::1"),
+    )
+    try:
+        content = wait_ready(process, ready)
+        assert content["url"] == f"http://[::1]:{content['port']}"
+        assert httpx.get(f"{content['url']}/health", timeout=DEADLINE_S).status_code == 200
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hil_rigs.locks import Holder, LockError, LockTimeout, OwnedLock, clean_stale, is_stale, lock_directory
+from hil_rigs.description import load_rig
+from hil_rigs.locks import Holder, LockError, LockTimeout, OwnedLock, clean_stale, is_stale, lock_directory, rig_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -127,3 +128,51 @@ def test_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert lock_directory() == tmp_path / "home" / "locks"
     monkeypatch.setenv("BLINK_LOCK_DIR", str(tmp_path / "shared"))
     assert lock_directory() == tmp_path / "shared"
+
+
+RIG_HOLDER = """
+import sys
+from pathlib import Path
+from hil_rigs.description import load_rig
+from hil_rigs.locks import rig_lock
+with rig_lock(load_rig("local").model_copy(update={"exclusive": True}), "other", directory=Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_exclusive_rig_is_one_runs_until_its_process_dies(tmp_path: Path) -> None:
+    """Catches: two runs on one exclusive rig; a dead run's lock that nobody takes over; a second engine of the same run
+    shut out by its own lock, or the rig freed while one of them is still there."""
+    rig = load_rig("local").model_copy(update={"exclusive": True})
+    child = subprocess.Popen(
+        [sys.executable, "-c", RIG_HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(LockTimeout, match="rig-local is in use by other"), rig_lock(rig, "me", directory=tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.communicate(timeout=30)
+    with rig_lock(rig, "me", directory=tmp_path):
+        with rig_lock(rig, "me", directory=tmp_path):
+            pass
+        assert holder_of(tmp_path, "rig-local").owner == "me"
+        with pytest.raises(LockTimeout, match="in use by me"), rig_lock(rig, "another run", directory=tmp_path):
+            pass
+    assert OwnedLock("rig-local", owner="reader", directory=tmp_path).holder() is None
+
+
+def test_rig_that_is_not_exclusive_is_shared_and_leaves_nothing(tmp_path: Path) -> None:
+    """Catches: runs on the local rig that wait for each other, and lock files that pile up with every run."""
+    rig = load_rig("local")
+    assert not rig.exclusive
+    with rig_lock(rig, "one", directory=tmp_path), rig_lock(rig, "two", directory=tmp_path):
+        assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import EVENT, SLOT, Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, Op
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.engine_client import open_ring
 from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull, sq_word
 from blink_core.runtime.cpu import CpuRuntime, noop_step
+from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
 
@@ -220,6 +223,64 @@ def test_failed_write_takes_nothing(make: Callable[..., Stepped]) -> None:
     made = [e.client.submit([1, 2, 3], SamplingParams(2)) for _ in range(4)]
     assert made == [Handle(i, 1, i) for i in range(4)]
     assert ends(e.finish()) == [(EventKind.FINISH, FinishReason.LENGTH)] * 4
+
+
+class Late(ShmTransport):
+    """Writes are posted; their completions are awaited as a NIC's are, and may fail or not come."""
+
+    broken: type[TransportError] | None = None
+    posted = 0
+    awaited = 0
+
+    def post_write(self, offset: int, data: Any) -> int:
+        self.posted = super().post_write(offset, data)
+        return self.posted
+
+    def wait(self, work: int, deadline: float) -> bytes:
+        if self.broken is not None and work == self.posted:
+            raise self.broken(f"work {work}")
+        self.awaited = max(self.awaited, work)
+        return super().wait(work, deadline)
+
+
+@pytest.mark.parametrize("error", [TransportError, TransportTimeout])
+def test_completion_of_each_submission_is_awaited(make: Callable[..., Stepped], error: type[TransportError]) -> None:
+    """Catches: a write that failed after it was posted taken for an accepted request or cancel, and a slot that is
+    given to a second request although the engine may have the first."""
+    e = make()
+    e.client = e.connect(Late)
+    e.attach(e.client)
+    transport = e.client._transport
+    assert isinstance(transport, Late)
+    assert transport.awaited >= transport.posted
+    handle = e.client.submit([1, 2], SamplingParams(2))
+    assert transport.awaited >= transport.posted
+    e.client.cancel(handle)
+    assert transport.awaited >= transport.posted
+    other = e.client.submit([1, 2], SamplingParams(3))
+    transport.broken = error
+    with pytest.raises(error, match="work"):
+        e.client.submit([1, 2], SamplingParams(2))
+    with pytest.raises(error, match="work"):
+        e.client.cancel(other)
+    transport.broken = None
+    assert e.client.live == 3  # the one in doubt keeps its slot
+    assert e.client.submit([1, 2], SamplingParams(2)).slot == 3
+    assert len(ends(e.finish())) == 4  # the engine had it: here the writes themselves came through
+    assert e.client.live == 0
+
+
+def test_descriptor_of_another_engine(make: Callable[..., Stepped]) -> None:
+    """Catches: a client that lays out a ring by a configuration which the segment's engine does not have."""
+    e = make()
+    model = ModelInfo("noop", "", 251, 32, (), None)
+    true = EngineDescriptor(1, e.runtime.segment.name, e.config, model, Memory(0, 0), Memory(0, 0), None, None)
+    assert open_ring(true, 0).config == e.config
+    with pytest.raises(ProtocolError, match="slots=4.*the descriptor says.*slots=2"):
+        open_ring(replace(true, config=replace(e.config, slots=2)), 0)
+    e.runtime.segment.buffer[0] = 0
+    with pytest.raises(ProtocolError, match="not a Blink engine"):
+        open_ring(true, 0)
 
 
 def test_events_out_of_sequence(make: Callable[..., Stepped]) -> None:

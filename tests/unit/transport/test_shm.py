@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import blink_core
 from blink_core import _native
 from blink_core.transport.interface import TransportError, deadline_after
-from blink_core.transport.shm import SHM_DIR, Segment, ShmTransport, shm_available
+from blink_core.transport.shm import SHM_DIR, Segment, ShmTransport, remove_dead_segments, shm_available
+
+ROOT = Path(blink_core.__file__).parents[1]
 
 
 @pytest.fixture
@@ -78,6 +83,48 @@ def test_full_shared_memory_is_an_error(name: str) -> None:
         Segment(name, total + (1 << 20))
     assert not (SHM_DIR / name).exists(), "the name of a segment that could not be made is left behind"
     assert shm_available() > 0
+
+
+CREATOR = """
+import sys
+from blink_core.transport.shm import Segment
+segment = Segment(sys.argv[1], 4096)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_segment_of_a_killed_creator_is_removed_and_no_other(segment: Segment) -> None:
+    """Catches: memory that killed engines leave until the machine boots; the memory of a live engine taken away."""
+    name = f"{segment.name}-other"
+    creator = subprocess.Popen(
+        [sys.executable, "-c", CREATOR, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert creator.stdout is not None
+        assert creator.stdout.readline() == b"made\n"
+        reader = Segment(name)  # another process that maps it does not keep it
+        assert name not in remove_dead_segments()
+        assert (SHM_DIR / name).exists()
+    finally:
+        creator.kill()
+        creator.communicate(timeout=30)
+    removed = remove_dead_segments()
+    assert name in removed
+    assert segment.name not in removed
+    assert not (SHM_DIR / name).exists()
+    assert (SHM_DIR / segment.name).exists()
+    assert reader.nbytes == 4096
+
+
+def test_segment_about_to_be_made_is_not_removed(name: str) -> None:
+    """Catches: a clean-up between a segment's name and its lock that takes it from the engine that is starting."""
+    (SHM_DIR / name).touch()
+    assert name not in remove_dead_segments()
+    assert (SHM_DIR / name).exists()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
