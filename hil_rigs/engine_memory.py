@@ -22,6 +22,8 @@ from blink_core.runtime.descriptor import EngineDescriptor
 from blink_core.runtime.memory import MappedMemory
 from blink_core.transport.shm import Segment
 
+HOLD_LIMIT_S = 30.0  # of the scheduler's loop
+
 _CONTROL, _STATUS = CONTROL_LINE.offsets(), STATUS_LINE.offsets()
 
 
@@ -34,7 +36,8 @@ class StateSnapshot:
     """Copies of the scheduler's state at one step boundary; arrays have the dtypes of `abi.definition`.
 
     requests: Request[rings * slots]. running, free_list, quarantine: uint32, only the valid part. block_tables:
-    uint32[max_rows, max_pages]. pages: Page[pages]. log: LogEntry[n], oldest first; log_lost: entries overwritten.
+    uint32[max_rows, max_pages]. pages: Page[pages]. log: LogEntry[n], oldest first; log_lost: entries before the
+    first of them, overwritten or not asked for.
     """
 
     config: EngineConfig
@@ -78,9 +81,14 @@ class EngineMemory:
 
     @contextmanager
     def hold(self, timeout: float = 20.0) -> Iterator[None]:
-        """Holds the engine at a step boundary. It goes on by itself after 30 s. Raises EngineUnreachable."""
+        """Holds the engine at a step boundary. Raises EngineUnreachable if none is reached in `timeout` s.
+
+        The engine goes on by itself after HOLD_LIMIT_S; a body that may have outlived its hold ends in
+        EngineUnreachable too, for what it copied may be torn.
+        """
         with self._hold:
             ticket = _native.load_acquire(self._control + _CONTROL["pause_request"]) + 1
+            asked = time.monotonic()  # before the engine's own clock of this hold can have started
             _native.store_release(self._control + _CONTROL["pause_request"], ticket)
             deadline = time.monotonic() + timeout
             try:
@@ -91,15 +99,20 @@ class EngineMemory:
                         raise EngineUnreachable(f"engine did not reach a step boundary within {timeout} s")
                     seen = _native.wait_word(self._status + _STATUS["pause_ack"], seen, int(left * 1e6))
                 yield
+                held = time.monotonic() - asked
+                if held >= HOLD_LIMIT_S or self.status("pause_ack") != ticket:
+                    raise EngineUnreachable(
+                        f"hold of {held:.1f} s; the engine goes on after {HOLD_LIMIT_S:.0f}: what was read may be torn"
+                    )
             finally:
                 _native.store_release(self._control + _CONTROL["pause_release"], ticket)
 
-    def snapshot(self) -> StateSnapshot:
-        """Copies the state. Call it under `hold`, or on an engine that is idle."""
+    def snapshot(self, log_from: int = 0) -> StateSnapshot:
+        """Copies the state, and the log from entry `log_from` on. Call it under `hold`, or on an idle engine."""
         v = self._views
         header = v["header"][0].copy()
         tail, size = int(header["log_tail"]), self.config.log_entries
-        first = max(0, tail - size)
+        first = min(tail, max(log_from, tail - size, 0))
         return StateSnapshot(
             config=self.config,
             header=header,

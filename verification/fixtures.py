@@ -6,10 +6,11 @@ Loaded by the plugin when one of its options is used; documented in `pytest --fi
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,15 @@ from blink_core.transport.interface import TransportError
 from hil_rigs.description import load_rig
 from hil_rigs.engine_memory import EngineUnreachable, StateSnapshot
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
-from hil_rigs.locks import OwnedLock, clean_stale
-from verification.certificate.outcomes import InfrastructureError, RigBroken
+from hil_rigs.locks import rig_lock
+from verification.certificate.identity import own_id
+from verification.certificate.outcomes import InfrastructureError, PropertyViolation, RigBroken
 from verification.certificate.provenance import model_digest
+from verification.certificate.recorder import Recorder
 from verification.drivers.ring import drain, run_program
 from verification.history import History
 from verification.program import Program, Shape, draw_program
+from verification.result import CheckResult, Verdict, plain
 from verification.run_context import RunContext
 from verification.thresholds import Thresholds, load_thresholds
 
@@ -45,15 +49,69 @@ TINY_SIZES = {"pages": 18, "max_rows": 6, "token_budget": 24, "max_len": 160, "s
 COMMON_SIZES = {"cq_entries": 1024, "arena_tokens": 1 << 14, "log_entries": 1 << 18, "log_level": int(LogLevel.ALL)}
 
 
+RING = 1  # the suite's own; ring 0 is the HTTP front end's
+MAX_EVIDENCE = 5  # failing programs kept for one test
+
+
+class EngineLost(PropertyViolation):
+    """The engine died or could not be held while it served valid requests: the product's failure, not the rig's."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            CheckResult(Verdict.INVALID, "queue-ordering", "bounded-wait", f"the engine is gone: {reason}")
+        )
+
+
+@dataclass
+class Judge:
+    """Records and enforces results for one test, and keeps the program and history of one that fails.
+
+    folder: where its evidence goes, None when no output was asked for.
+    """
+
+    record: Recorder
+    folder: Callable[[], Path | None]
+    _seen: set[Program] = field(default_factory=set)
+    _kept: int = 0
+
+    def __call__(self, result: CheckResult, *histories: History) -> CheckResult:
+        """Raises PropertyViolation or PropertyUnknown for a result that is not valid. histories: what it is about."""
+        if not result.ok():
+            for history in histories:
+                self.keep(result, history)
+        return self.record.check(result)
+
+    def case(self, program: Program) -> None:
+        """Counts a program that is run, once however often it is drawn."""
+        if program not in self._seen:
+            self._seen.add(program)
+            self.record.cases()
+
+    def keep(self, result: CheckResult, history: History) -> None:
+        """Writes `failure-N.json`: the result, and the history with its program, which replays from it."""
+        folder = self.folder() if self._kept < MAX_EVIDENCE else None
+        if folder is not None:
+            content = {"result": result.to_json(), "history": plain(history.to_json())}
+            (folder / f"failure-{self._kept}.json").write_text(json.dumps(content), encoding="utf-8")
+            self._kept += 1
+
+
 @dataclass
 class Subject:
-    """A served model under test: rig, ring client, and (loaded on first use) its oracles."""
+    """A served model under test: rig, ring client, and (loaded on first use) its oracles.
+
+    max_len: the model length that the rig was started with. on_death: called once with the reason when the engine is
+    found dead, wedged or out of reach. Then `dead` says so, and every later run's history too.
+    """
 
     name: str
     rig: LocalRig
     client: RingClient
     shape: Shape
     thresholds: Thresholds
+    max_len: int
+    on_death: Callable[[str], None] = lambda reason: None
+    dead: str | None = None
 
     @cached_property
     def oracles(self) -> tuple[HFOracle, HFOracle]:
@@ -69,37 +127,88 @@ class Subject:
         oracle = self.oracles[1]
         return [oracle.encode(text) for text in PROMPTS]
 
-    def draw(self, seed: int, count: int) -> list[Program]:
-        """`count` programs of a seed."""
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids as HuggingFace knows them; never the engine's own."""
+        return self.oracles[1].eos_token_ids
+
+    def draw(self, seed: int, count: int, *, sampled: float | None = None) -> list[Program]:
+        """`count` programs of a seed; together they have a greedy and a sampled request that nobody cancels.
+
+        sampled: share of requests with a temperature, above 0 and below 1, instead of the shape's own.
+        """
         rng = random.Random(seed)
-        return [draw_program(rng, self.shape, self.texts) for _ in range(count)]
+        shape = self.shape if sampled is None else replace(self.shape, sampled=sampled)
+        while True:
+            programs = [draw_program(rng, shape, self.texts) for _ in range(count)]
+            kept = [r.params.temperature > 0 for p in programs for r in p.requests if r.cancel_after is None]
+            if {True, False} <= set(kept):
+                return programs
 
     def run(
         self, program: Program, *, every: int = 0, observe: Callable[[], None] = lambda: None, deadline_s: float = 120.0
     ) -> History:
-        """Runs a program; a rig that died, rather than a wrong answer, raises RigBroken."""
-        try:
-            history = run_program(self.client, program, every=every, observe=observe, deadline_s=deadline_s)
-        except (TransportError, EngineUnreachable, ProtocolError) as e:
-            raise RigBroken(f"{self.name}: {e}") from e
-        dead = self.rig.wait(0.0)
-        if dead is not None:
-            raise RigBroken(f"{self.name}: {dead}")
-        if not history.complete:
-            self._recover()
+        """Runs a program. An engine that dies, wedges or breaks the protocol is a finding and stands in the history."""
+        if self.dead is not None:
+            return History(program, RING, died=self.dead)
+
+        def observed() -> None:
+            try:
+                observe()
+            except EngineLost as e:  # the driver notes it in the history
+                raise EngineUnreachable(str(e)) from e
+
+        start = self.capture_size()
+        history = run_program(
+            self.client,
+            program,
+            ring=RING,
+            every=every,
+            observe=observed,
+            deadline_s=deadline_s,
+            died=lambda: self.rig.wait(0.0),
+        )
+        history.died = history.died or self.rig.wait(0.0)
+        if history.died is None and not history.complete:
+            history.died = self.reattach()
+        history.capture = (start, self.capture_size())
+        if history.died is not None:
+            self.lost(history.died)
         return history
 
-    def _recover(self) -> None:
-        """After a broken program: a fresh epoch, so that the next test starts clean."""
-        with contextlib.suppress(ProtocolError):
-            drain(self.client, 2.0)
-        self.client = self.rig.ring(1)
+    def reattach(self) -> str | None:
+        """After a broken program: a fresh epoch, so that the next one starts clean. Returns why that failed, if so."""
+        try:
+            with contextlib.suppress(ProtocolError):
+                drain(self.client, 2.0)
+            self.client = self.rig.ring(RING)
+        except (TransportError, OSError) as e:
+            return f"the engine takes no new front end: {e}"
+        return None
 
-    def snapshot(self) -> StateSnapshot:
-        """State at a step boundary."""
-        memory = self.rig.memory
-        with memory.hold():
-            return memory.snapshot()
+    def lost(self, reason: str) -> None:
+        """The engine is not to be used again."""
+        if self.dead is None:
+            self.dead = reason
+            self.on_death(f"{self.name}: {reason}")
+
+    def snapshot(self, log_from: int = 0) -> StateSnapshot:
+        """State at a step boundary, with the log from an index on. Raises EngineLost when there is no boundary."""
+        if self.dead is not None:
+            raise EngineLost(self.dead)
+        try:
+            memory = self.rig.memory
+            with memory.hold():
+                return memory.snapshot(log_from)
+        except EngineUnreachable as e:
+            reason = self.rig.wait(0.0) or str(e)
+            self.lost(reason)
+            raise EngineLost(reason) from e
+
+    def capture_size(self) -> int:
+        """Bytes that the logits capture has now."""
+        path = self.rig.descriptor.capture
+        return Path(path).stat().st_size if path and Path(path).exists() else 0
 
 
 PROMPTS = (
@@ -128,8 +237,7 @@ def _start(run: RunContext, name: str, model: Path, sizes: dict[str, int], *, ht
 
 @contextlib.contextmanager
 def _serving(run: RunContext, name: str, model: Path, sizes: dict[str, int], *, http: bool) -> Iterator[LocalRig]:
-    clean_stale()
-    with OwnedLock(f"rig-{run.rig.rpartition('/')[2]}-{run.run_id}-{run.worker}-{name}", owner=run.run_id):
+    with rig_lock(load_rig(run.rig), run.run_id):
         rig = _start(run, name, model, sizes, http=http)
         try:
             yield rig
@@ -173,10 +281,10 @@ def rig(blink_run: RunContext, blink_model: Path) -> Iterator[LocalRig]:
 
 
 @pytest.fixture(scope="session")
-def engine(rig: LocalRig, thresholds: Thresholds) -> Subject:
+def engine(blink_run: RunContext, rig: LocalRig, thresholds: Thresholds) -> Subject:
     """The engine that serves the model under test: `.run(program)`, `.snapshot()`, `.oracles`, `.client` (its ring)."""
     shape = _shape(rig, requests=(4, 8), most_new=24)
-    return Subject("model", rig, rig.ring(1), shape, thresholds)
+    return Subject("model", rig, rig.ring(RING), shape, thresholds, MODEL_SIZES["max_len"], blink_run.break_rig)
 
 
 @pytest.fixture(scope="session")
@@ -203,11 +311,11 @@ def tiny(
     build_tiny(folder, ratio=TINY_RATIOS[request.param], seed=seed, thresholds=thresholds.tiny_models)
     with _serving(blink_run, request.param, folder, TINY_SIZES, http=False) as rig:
         shape = _shape(rig, requests=(3, 10), most_new=40)
-        yield Subject(request.param, rig, rig.ring(1), shape, thresholds)
+        on_death = partial(blink_run.break_rig, fixture="tiny")
+        yield Subject(request.param, rig, rig.ring(RING), shape, thresholds, TINY_SIZES["max_len"], on_death)
 
 
 @pytest.fixture
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Either the model under test or a tiny one, by indirect parameter "model" or "tiny"."""
-    found: Subject = request.getfixturevalue("engine" if request.param == "model" else "tiny")
-    return found
+def judge(request: pytest.FixtureRequest, blink_run: RunContext, record: Recorder) -> Judge:
+    """`judge(result, history)`: record, enforce, and keep the failing program as evidence."""
+    return Judge(record, lambda: blink_run.evidence(own_id(request.node)))

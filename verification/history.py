@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from blink_core.abi.dtypes import EVENT, Array
 from blink_core.abi.enums import EventKind
 from verification.program import Program
+
+
+def enum_name(kind: type[IntEnum], value: int) -> str:
+    """Name of an enumeration's value; one that is none is shown as it is, for what an engine writes may be garbage."""
+    return next((member.name for member in kind if member.value == value), f"{value} (no {kind.__name__})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,9 @@ class Submitted:
 class History:
     """One run. `events` are in the order of delivery; `cancels` are requests whose cancel was published.
 
-    broken: what the ring client itself refused (an event out of sequence), else None. complete: every accepted request
-    had its terminal event before the driver's deadline.
+    broken: what the ring client itself refused (an event out of sequence), else None. died: how the engine was found
+    dead or out of reach, else None. complete: every request was submitted, and had its terminal event before the
+    driver's deadline. capture: byte range of the logits capture that was written meanwhile.
     """
 
     program: Program
@@ -38,7 +45,9 @@ class History:
     cancels: set[int] = field(default_factory=set)
     events: list[dict[str, Any]] = field(default_factory=list)
     broken: str | None = None
+    died: str | None = None
     complete: bool = False
+    capture: tuple[int, int] = (0, 0)
 
     def deliver(self, events: Array) -> None:
         """Appends a batch of `Event` records."""
@@ -62,5 +71,6 @@ class History:
             "cancels": sorted(self.cancels),
             "events": self.events,
             "broken": self.broken,
+            "died": self.died,
             "complete": self.complete,
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blink_core.abi.params import SamplingParams
@@ -96,11 +96,13 @@ def draw_program(rng: random.Random, shape: Shape, texts: Sequence[Sequence[int]
         params = SamplingParams(
             max_tokens=new,
             temperature=rng.choice((0.5, 1.0, 1.5)) if hot else 0.0,
-            top_p=rng.choice((0.8, 0.95, 1.0)) if hot else 1.0,
+            top_p=rng.choice((0.3, 0.6, 0.9, 1.0)) if hot else 1.0,
             seed=rng.getrandbits(64),
             ignore_eos=shape.ignore_eos,
         )
         cancel = rng.randint(0, new) if rng.random() < shape.cancels else None
         after = rng.randint(0, 3 * index) if index and rng.random() < 0.5 else 0
         requests.append(RequestSpec(prompt, params, after, cancel))
+    if all(r.cancel_after is not None for r in requests):  # a program of which nothing need finish decides nothing
+        requests[-1] = replace(requests[-1], cancel_after=None)
     return Program(tuple(requests))

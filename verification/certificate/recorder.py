@@ -120,7 +120,10 @@ class Recorder:
         total["planted"] += planted
 
     def cases(self, n: int = 1) -> None:
-        """Count `n` more independently drawn programs that this test ran and checked; the report's bounds use them."""
+        """Count `n` more programs that this test drew, ran and checked, each different; the report's bounds use them.
+
+        A check is no case: many checks of one program are one draw.
+        """
         if n < 0:
             raise ValueError(f"cases: {n} is negative")
         self._cases += n
@@ -131,7 +134,6 @@ class Recorder:
         Returns the result when it is valid; raises `PropertyViolation` or `PropertyUnknown` otherwise.
         """
         self.take(result)
-        self._cases += 1
         return enforce(result)
 
     def take(self, result: CheckResult) -> None:

@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from blink_core.abi.enums import EventKind
 from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull
+from blink_core.transport.interface import TransportError
+from hil_rigs.engine_memory import EngineUnreachable
 from verification.history import History, Submitted
 from verification.program import Program
 
@@ -24,63 +24,94 @@ def run_program(
     deadline_s: float = 120.0,
     every: int = 0,
     observe: Callable[[], None] = lambda: None,
+    died: Callable[[], str | None] = lambda: None,
 ) -> History:
-    """Submits, cancels and polls until every request is terminal or `deadline_s` is over.
+    """Submits, cancels and polls until every request is terminal, `deadline_s` is over or the engine is gone.
 
     `observe` is called after each `every` events (0: never), for checks at step boundaries of the running engine.
+    `died` says how the engine has died, None while it lives. A broken ring protocol and an engine out of reach are
+    findings: they end the run and stand in the history.
     """
     history = History(program, ring)
-    waiting = deque(enumerate(program.requests))
-    handles: dict[tuple[int, int], tuple[int, Handle]] = {}
-    seen: dict[int, int] = {}
-    open_requests: set[int] = set()
-    deadline = time.monotonic() + deadline_s
-    next_observation = every
+    try:
+        _Run(client, history, every, observe, died).run(time.monotonic() + deadline_s)
+    except ProtocolError as e:
+        history.broken = str(e)
+    except (TransportError, EngineUnreachable) as e:
+        history.died = str(e)
+    return history
 
-    def cancel_due(request: int) -> None:
-        after = program.requests[request].cancel_after
-        if after is not None and request not in history.cancels and request in open_requests and seen[request] >= after:
-            handle = next(h for r, h in handles.values() if r == request)
-            client.cancel(handle)
-            history.cancels.add(request)
 
-    while waiting or open_requests:
-        while waiting and (len(history.events) >= waiting[0][1].after or not open_requests):
+class _Run:
+    def __init__(
+        self,
+        client: RingClient,
+        history: History,
+        every: int,
+        observe: Callable[[], None],
+        died: Callable[[], str | None],
+    ) -> None:
+        self.client, self.history, self.every, self.observe, self.died = client, history, every, observe, died
+        self.waiting = deque(enumerate(history.program.requests))
+        self.handles: dict[int, Handle] = {}
+        self.requests: dict[tuple[int, int], int] = {}
+        self.seen: dict[int, int] = {}
+        self.open: set[int] = set()
+
+    def run(self, deadline: float) -> None:
+        history = self.history
+        next_observation = self.every
+        while self.waiting or self.open:
+            self.cancel_due()
+            self.submit_due()
+            if time.monotonic() > deadline:
+                return
+            events = self.client.poll(0.2)
+            history.deliver(events)
+            if len(events) == 0 and (reason := self.died()) is not None:
+                history.died = reason
+                return
+            for event in events:
+                request = self.requests.get((int(event["slot"]), int(event["generation"])))
+                if request is None:
+                    continue
+                if event["kind"] == EventKind.TOKEN:
+                    self.seen[request] += 1
+                elif event["kind"] in TERMINAL:
+                    self.open.discard(request)
+            if self.every and len(history.events) >= next_observation:
+                next_observation = len(history.events) + self.every
+                self.cancel_due()  # before the hold, so that cancels fall into a step
+                self.observe()
+        # An event after the last terminal one would be a fault: look once more.
+        history.deliver(self.client.poll(0.0))
+        history.complete = True
+
+    def submit_due(self) -> None:
+        waiting, history = self.waiting, self.history
+        while waiting and (len(history.events) >= waiting[0][1].after or not self.open):
             index, spec = waiting[0]
             try:
-                handle = client.submit(spec.prompt, spec.params, tag=index)
+                handle = self.client.submit(spec.prompt, spec.params, tag=index)
             except RingFull:
-                break  # the ring is the bottleneck now: poll, then try again
+                return  # the ring is the bottleneck now: poll, then try again
             waiting.popleft()
             history.submitted.append(Submitted(index, handle.slot, handle.generation, handle.sq_index))
-            handles[handle.slot, handle.generation] = (index, handle)
-            seen[index] = 0
-            open_requests.add(index)
-            cancel_due(index)
-        if time.monotonic() > deadline:
-            return history
-        try:
-            events = client.poll(0.2)
-        except ProtocolError as e:
-            history.broken = str(e)
-            return history
-        history.deliver(events)
-        for event in events:
-            found = handles.get((int(event["slot"]), int(event["generation"])))
-            if found is None:
+            self.handles[index], self.requests[handle.slot, handle.generation] = handle, index
+            self.seen[index] = 0
+            self.open.add(index)
+            self.cancel_due()
+
+    def cancel_due(self) -> None:
+        for request in sorted(self.open - self.history.cancels):
+            after = self.history.program.requests[request].cancel_after
+            if after is None or self.seen[request] < after:
                 continue
-            if event["kind"] == EventKind.TOKEN:
-                seen[found[0]] += 1
-                cancel_due(found[0])
-            elif event["kind"] in TERMINAL:
-                open_requests.discard(found[0])
-        if every and len(history.events) >= next_observation:
-            next_observation = len(history.events) + every
-            observe()
-    # An event after the last terminal one would be a fault: look once more.
-    history.deliver(client.poll(0.0))
-    history.complete = True
-    return history
+            try:
+                self.client.cancel(self.handles[request])
+            except RingFull:
+                return  # tried again after the next poll
+            self.history.cancels.add(request)
 
 
 def drain(client: RingClient, timeout: float = 30.0) -> None:
@@ -88,8 +119,3 @@ def drain(client: RingClient, timeout: float = 30.0) -> None:
     deadline = time.monotonic() + timeout
     while client.live and time.monotonic() < deadline:
         client.poll(0.1)
-
-
-def lengths(history: History) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Tokens delivered for each accepted request: int64[requests]."""
-    return np.array([len(history.tokens_of(s)) for s in history.submitted], np.int64)

@@ -7,14 +7,16 @@ delivered, so that the right KV of the wrong tokens does not pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blink_core.abi.dtypes import Array
 from hil_rigs.engine_memory import EngineMemory, StateSnapshot
-from verification.criterion import KVScores, score_kv
+from verification.criterion import KVScores, judge_kv, score_kv
 from verification.history import History
 from verification.oracles.hf import HFOracle
 from verification.result import JSON, CheckResult, Verdict
+from verification.thresholds import KVThresholds
 
 PROPERTY = "kv-content"
 
@@ -32,7 +34,7 @@ class Gathered:
 
 
 def gather(memory: EngineMemory, snapshot: StateSnapshot, ring: int) -> list[Gathered]:
-    """KV of every running request of `ring`. Call it under `memory.hold()`."""
+    """KV of every running request of `ring`. Call it under `memory.hold()`, of a snapshot that passed."""
     found = []
     slots = snapshot.config.slots
     for request in snapshot.running.tolist():
@@ -49,6 +51,8 @@ def gather(memory: EngineMemory, snapshot: StateSnapshot, ring: int) -> list[Gat
 
 def check_tokens(history: History, rows: list[Gathered]) -> CheckResult:
     """Clause tokens: the token pool holds prompt and delivered tokens."""
+    if not rows:
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "tokens", "no running request was observed")
     by_key = {(s.slot, s.generation): s for s in history.submitted}
     for row in rows:
         s = by_key.get((row.slot, row.generation))
@@ -74,8 +78,15 @@ def check_tokens(history: History, rows: list[Gathered]) -> CheckResult:
     return CheckResult(Verdict.VALID, PROPERTY, "tokens", f"token pool of {len(rows)} requests is right")
 
 
-def score(rows: list[Gathered], hf64: HFOracle, hf32: HFOracle) -> KVScores:
-    """Row errors of all gathered requests, pooled."""
+def judge(parts: Sequence[KVScores], thresholds: KVThresholds) -> CheckResult:
+    """Clauses k-rows and v-rows over the pooled parts; without any, nothing was compared and nothing is known."""
+    if not parts:
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "rows", "no KV row was compared")
+    return judge_kv(KVScores.concatenate(parts), thresholds)
+
+
+def score(rows: Sequence[Gathered], hf64: HFOracle, hf32: HFOracle) -> KVScores:
+    """Row errors of all gathered requests (at least one), pooled."""
     parts = []
     for row in rows:
         ids = row.tokens.tolist()

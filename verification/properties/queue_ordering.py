@@ -1,12 +1,14 @@
 """Queue ordering and exactly-once delivery (design sections 3 and 9).
 
 Clauses:
+  limits         end-of-sequence ids and model length of the engine are those of the oracle and of the rig's options
   sequence       the completion queue's sequence numbers have no gap (seen by the ring client)
   delivery       events belong to accepted requests; indices 0, 1, 2 ...; one terminal event, nothing after it
   terminal       reason and count of the terminal event agree with what was asked and delivered
-  bounded-wait   every accepted request is terminal before the deadline
+  bounded-wait   every request is accepted and terminal before the deadline; the engine lives and can be reached
   goodput        requests that were not cancelled finish with tokens
-  fifo           requests of one ring are first admitted in the order of their submission entries
+  fifo           requests of one ring are first admitted in the order of their submission entries, and none gets a token
+                 without having been admitted
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
-from verification.history import History, Submitted
+from verification.history import History, Submitted, enum_name
 from verification.result import CheckResult, Measurement, Verdict, merge
 
 PROPERTY = "queue-ordering"
@@ -28,10 +31,24 @@ def _result(verdict: Verdict, clause: str, message: str, **witness: Any) -> Chec
     return CheckResult(verdict, PROPERTY, clause, message, witness)
 
 
+def check_limits(config: EngineConfig, eos_ids: Iterable[int], max_len: int) -> CheckResult:
+    """Clause limits. eos_ids: of the oracle, never the engine's. max_len: what the rig was started with."""
+    eos = sorted(set(eos_ids))
+    if sorted(set(config.eos_ids)) != eos:
+        return _result(
+            Verdict.INVALID, "limits", f"the engine ends at ids {sorted(set(config.eos_ids))}, HuggingFace at {eos}"
+        )
+    if config.max_len != max_len:
+        return _result(Verdict.INVALID, "limits", f"the engine's length is {config.max_len}, {max_len} was asked for")
+    return _result(Verdict.VALID, "limits", f"end-of-sequence ids {eos} and length {max_len} agree")
+
+
 def check_delivery(history: History) -> CheckResult:
     """Clauses sequence, delivery and bounded-wait."""
     if history.broken is not None:
         return _result(Verdict.INVALID, "sequence", history.broken)
+    if history.died is not None:
+        return _result(Verdict.INVALID, "bounded-wait", f"the engine is gone: {history.died}")
     known = {(s.slot, s.generation): s for s in history.submitted}
     next_index: dict[tuple[int, int], int] = {}
     ended: dict[tuple[int, int], dict[str, Any]] = {}
@@ -65,6 +82,9 @@ def check_delivery(history: History) -> CheckResult:
     lost = [s.request for s in history.submitted if (s.slot, s.generation) not in ended]
     if lost or not history.complete:
         return _result(Verdict.INVALID, "bounded-wait", f"{len(lost)} requests never ended", requests=lost)
+    asked = len(history.program.requests)
+    if len(history.submitted) != asked or asked == 0:
+        return _result(Verdict.UNKNOWN, "delivery", f"{len(history.submitted)} of {asked} requests were submitted")
     return _result(Verdict.VALID, "delivery", f"{len(history.events)} events of {len(known)} requests, each once")
 
 
@@ -74,7 +94,9 @@ def check_terminals(history: History, eos_ids: Iterable[int], max_len: int) -> C
     finished = 0
     for s in history.submitted:
         spec = history.program.requests[s.request]
-        *_, last = history.events_of(s)
+        last = next((e for e in history.events_of(s) if e["kind"] in TERMINAL), None)
+        if last is None:
+            return _result(Verdict.INVALID, "bounded-wait", f"request {s.request} never ended")
         tokens = history.tokens_of(s)
         why = _wrong_terminal(history, s, last, tokens, eos, max_len)
         if why:
@@ -86,6 +108,8 @@ def check_terminals(history: History, eos_ids: Iterable[int], max_len: int) -> C
     wanted = len(history.submitted) - len(history.cancels)
     if finished < wanted:
         return _result(Verdict.INVALID, "goodput", f"{finished} requests finished, {wanted} were not cancelled")
+    if finished == 0:
+        return _result(Verdict.UNKNOWN, "goodput", f"none of {len(history.submitted)} requests finished")
     return _result(Verdict.VALID, "terminal", f"{finished} requests finished for the right reason")
 
 
@@ -95,26 +119,27 @@ def _wrong_terminal(
     params = history.program.requests[s.request].params
     prompt = len(history.program.requests[s.request].prompt)
     if last["kind"] == EventKind.ERROR:
-        return f"ended with ERROR {ErrorReason(last['reason']).name}, nothing was wrong with it"
+        return f"ended with ERROR {enum_name(ErrorReason, last['reason'])}, nothing was wrong with it"
     if last["index"] != len(tokens):
         return f"terminal event counts {last['index']} tokens, {len(tokens)} were delivered"
     if len(tokens) > params.max_tokens:
         return f"{len(tokens)} tokens delivered, {params.max_tokens} were asked for"
-    reason = FinishReason(last["reason"])
+    reason = last["reason"]
     ends_with_eos = bool(tokens) and not params.ignore_eos and tokens[-1] in eos
     ends_with_stop = bool(tokens) and tokens[-1] in params.stop_token_ids
     early = [t for t in tokens[:-1] if (not params.ignore_eos and t in eos) or t in params.stop_token_ids]
     if early:
         return f"went on after the stop token {early[0]}"
-    expected = {
+    expected: dict[int, bool] = {
         FinishReason.EOS: ends_with_eos,
         FinishReason.STOP_TOKEN: ends_with_stop,
         FinishReason.LENGTH: len(tokens) == params.max_tokens,
         FinishReason.CONTEXT: prompt + len(tokens) == max_len,
         FinishReason.CANCELLED: s.request in history.cancels,
     }
-    if not expected[reason]:
-        return f"finish reason {reason.name} does not agree with {len(tokens)} tokens of {params.max_tokens}"
+    if not expected.get(reason, False):
+        name = enum_name(FinishReason, reason)
+        return f"finish reason {name} does not agree with {len(tokens)} tokens of {params.max_tokens}"
     return None
 
 
@@ -147,15 +172,29 @@ def check_fifo(history: History, log: Array, log_lost: int) -> CheckResult:
         return _result(
             Verdict.INVALID, "fifo", f"{len(history.submitted)} submitted, the log shows {len(accepted)} accepted"
         )
+    spoke = {s.sq_index: s.request for s in history.submitted if history.tokens_of(s)}
+    unseen = sorted(spoke[index] for index in spoke.keys() - set(admitted))
+    if unseen:
+        return _result(
+            Verdict.INVALID, "fifo", f"{len(unseen)} requests got tokens, the log shows no admission", requests=unseen
+        )
+    if not admitted:
+        return _result(Verdict.UNKNOWN, "fifo", "no request was admitted: there is no order to judge")
     return _result(Verdict.VALID, "fifo", f"{len(admitted)} first admissions in submission order")
 
 
-def check(history: History, log: Array, log_lost: int, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:
-    """All clauses; the first that is violated decides."""
+def check_history(history: History, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:
+    """Clauses of the history alone. Other properties ask for them first: what was not delivered shows nothing."""
     first = check_delivery(history)
+    return first if not first.ok() else merge([first, check_terminals(history, eos_ids, max_len)])
+
+
+def check(history: History, log: Array, log_lost: int, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:
+    """All clauses but limits; the first that is violated decides. log, log_lost: as in `check_fifo`."""
+    first = check_history(history, eos_ids=eos_ids, max_len=max_len)
     if not first.ok():
         return first
-    results = [first, check_terminals(history, eos_ids, max_len), check_fifo(history, log, log_lost)]
+    results = [first, check_fifo(history, log, log_lost)]
     merged = merge(results, property=PROPERTY)
     counts = {
         "requests": Measurement(len(history.submitted), "requests"),

@@ -1,35 +1,61 @@
 """Token equivalence: every emitted token re-scored by teacher forcing in HuggingFace (design section 9).
 
-The engine's logits come from its capture file, matched by slot, generation and position. The decision is
-`criterion.judge_tokens`; the clause `capture` demands exactly one captured row, with the delivered token, for every
-token delivered.
+The engine's logits come from its capture file, matched by slot, generation and position. Clauses:
+
+  capture   exactly one captured row, with the delivered token, for every token delivered
+  sampler   a token drawn at a temperature is the one that seed, temperature and top_p give on the engine's own logits
+  others    those of `criterion.judge_tokens`
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from blink_core.abi.capture import read_capture
+from blink_core.abi.capture import record_dtype
 from blink_core.abi.dtypes import Array
-from verification.criterion import TokenScores, score_tokens
+from verification.criterion import TokenScores, judge_tokens, score_tokens
 from verification.history import History
 from verification.oracles.hf import HFOracle
-from verification.result import CheckResult, Verdict
+from verification.oracles.sampler import NEAR, Agreement, SampledRow, compare
+from verification.result import JSON, CheckResult, Measurement, Verdict
+from verification.thresholds import TokenThresholds
 
 PROPERTY = "token-equivalence"
+EXCUSED_PER_ROWS = 100  # sampled rows, each started block of which may hold one that rounding decided
+
+Key = tuple[int, int, int, int]  # ring, slot, generation, position
 
 
-def captured(path: Path, vocab: int) -> dict[tuple[int, int, int, int], Array]:
-    """Capture records by (ring, slot, generation, position)."""
-    records = read_capture(path, vocab)
-    keys = (records[n].tolist() for n in ("ring", "slot", "generation", "position"))
-    return {key: records[i] for i, key in enumerate(zip(*keys, strict=True))}
+def read_window(path: Path, vocab: int, window: tuple[int, int]) -> Array:
+    """Capture records that lie whole in the bytes `window` of the file; one run's own, so that keys are unique."""
+    dtype = record_dtype(vocab)
+    first, last = -(-window[0] // dtype.itemsize), window[1] // dtype.itemsize
+    if last <= first:
+        return np.zeros(0, dtype)
+    return np.fromfile(path, dtype, last - first, offset=first * dtype.itemsize)
 
 
-def check_capture(history: History, rows: dict[tuple[int, int, int, int], Array]) -> CheckResult:
-    """Clause capture."""
+def index_capture(records: Array, vocab: int) -> tuple[dict[Key, Array], CheckResult]:
+    """Records by key, and clause capture of the records themselves: the vocabulary, and no key twice."""
+    rows: dict[Key, Array] = {}
+    columns = (records[name].tolist() for name in ("ring", "slot", "generation", "position"))
+    for i, key in enumerate(zip(*columns, strict=True)):
+        if int(records[i]["vocab"]) != vocab:
+            message = f"record {i} has logits of {int(records[i]['vocab'])} ids, the model has {vocab}"
+            return rows, CheckResult(Verdict.INVALID, PROPERTY, "capture", message)
+        if key in rows:
+            message = "ring {}, slot {}, generation {}, position {} was sampled twice".format(*key)
+            return rows, CheckResult(Verdict.INVALID, PROPERTY, "capture", message)
+        rows[key] = records[i]
+    return rows, CheckResult(Verdict.VALID, PROPERTY, "capture", f"{len(rows)} sampled rows, each once")
+
+
+def check_capture(history: History, rows: dict[Key, Array]) -> CheckResult:
+    """Clause capture: every delivered token has its row."""
     count = 0
     for s in history.submitted:
         prompt = len(history.program.requests[s.request].prompt)
@@ -44,13 +70,75 @@ def check_capture(history: History, rows: dict[tuple[int, int, int, int], Array]
                     f"request {s.request} was delivered token {token} at index {index}, the sampler recorded {seen}",
                 )
             count += 1
+    if count == 0:
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "capture", "no token was delivered")
     return CheckResult(Verdict.VALID, PROPERTY, "capture", f"{count} delivered tokens match the sampler's record")
 
 
-def score(
-    history: History, rows: dict[tuple[int, int, int, int], Array], hf64: HFOracle, hf32: HFOracle
-) -> list[TokenScores]:
-    """Scores of every request of a history that was delivered at least one token."""
+def sampled_rows(history: History, rows: dict[Key, Array]) -> list[SampledRow]:
+    """Rows of all tokens delivered to requests with a temperature. Presupposes `check_capture`."""
+    found = []
+    for s in history.submitted:
+        spec = history.program.requests[s.request]
+        if spec.params.temperature == 0.0:
+            continue
+        for index, token in enumerate(history.tokens_of(s)):
+            position = len(spec.prompt) + index
+            found.append(
+                SampledRow(
+                    logits=rows[history.ring, s.slot, s.generation, position]["logits"],
+                    token=token,
+                    temperature=spec.params.temperature,
+                    top_p=spec.params.top_p,
+                    seed=spec.params.seed,
+                    choice=spec.params.choice,
+                    position=position,
+                )
+            )
+    return found
+
+
+def check_sampler(rows: Iterable[SampledRow]) -> CheckResult:
+    """Clause sampler. A token that only rounding (`oracles.sampler.NEAR`) keeps from being the rule's is excused."""
+    counts: Counter[Agreement] = Counter()
+    wrong: list[JSON] = []
+    for row in rows:
+        expected, agreement = compare(row)
+        counts[agreement] += 1
+        if agreement is Agreement.WRONG:
+            parameters: dict[str, JSON] = {"temperature": row.temperature, "top_p": row.top_p, "seed": row.seed}
+            wrong.append({"position": row.position, "token": row.token, "expected": expected, **parameters})
+    n, excused = sum(counts.values()), counts[Agreement.NEAR] + counts[Agreement.EDGE]
+    if n == 0:
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "sampler", "no token was drawn at a temperature")
+    allowed = -(-n // EXCUSED_PER_ROWS)
+    bad = len(wrong) > 0 or excused > allowed
+    return CheckResult(
+        Verdict.INVALID if bad else Verdict.VALID,
+        PROPERTY,
+        "sampler",
+        f"{len(wrong)} of {n} sampled tokens are not what seed, temperature and top_p give; {excused} excused, within "
+        f"{NEAR:g} of it, at most {allowed} allowed",
+        {"rows": wrong[:8]} if wrong else {},
+        {
+            "sampled_rows": Measurement(n, "rows"),
+            "sampled_wrong": Measurement(len(wrong), "rows", 0, n),
+            "sampled_excused": Measurement(excused, "rows", allowed, n),
+        },
+    )
+
+
+def judge(parts: Sequence[TokenScores], thresholds: TokenThresholds) -> CheckResult:
+    """The criterion over the pooled parts; unknown without any rows, or without a greedy one."""
+    greedy = sum(int(part.greedy.sum()) for part in parts)
+    if greedy == 0:
+        rows = sum(map(len, parts))
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "rows", f"none of {rows} rows is greedy: no choice was compared")
+    return judge_tokens(TokenScores.concatenate(parts), thresholds)
+
+
+def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOracle) -> list[TokenScores]:
+    """Scores of every request of a history that was delivered at least one token. Presupposes `check_capture`."""
     requests = [s for s in history.submitted if history.tokens_of(s)]
     sequences, starts = [], []
     for s in requests:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import FinishReason, LogKind
 from hil_rigs.engine_memory import StateSnapshot
 from verification.certificate.recorder import Recorder
 
 
-def record_situations(record: Recorder, snapshot: StateSnapshot) -> None:
-    """Records what the event log of `snapshot` shows to have happened."""
-    log = snapshot.log
+def record_situations(record: Recorder, before: StateSnapshot, after: StateSnapshot, log: Array) -> None:
+    """Records what one run shows to have happened. log: its own entries, from `before` to `after`."""
     kinds = log["kind"]
     preempted = bool((kinds == LogKind.PREEMPT).any())
     owners: dict[int, tuple[int, int, int]] = {}
@@ -23,8 +23,13 @@ def record_situations(record: Recorder, snapshot: StateSnapshot) -> None:
     record.situation("pool-exhausted", preempted)  # nothing else preempts
     record.situation("page-reuse", reused)
     record.situation("cancel", bool((finishes["a"] == FinishReason.CANCELLED).any()))
-    taken = max((int(r["sq_next"]) for r in snapshot.rings), default=0)
-    record.situation("ring-wrap", taken > snapshot.config.sq_entries)
+    lap = after.config.sq_entries
+    laps = [
+        int(b["sq_next"]) // lap - int(a["sq_next"]) // lap
+        for a, b in zip(before.rings, after.rings, strict=True)
+        if a["epoch"] == b["epoch"]
+    ]
+    record.situation("ring-wrap", any(n > 0 for n in laps))
     ended = finishes[finishes["a"] == FinishReason.EOS]
     accepted = {
         (int(e["ring"]), int(e["slot"]), int(e["generation"])): int(e["a"]) for e in log[kinds == LogKind.ACCEPT]
@@ -34,4 +39,4 @@ def record_situations(record: Recorder, snapshot: StateSnapshot) -> None:
         for e in ended
         if (key := (int(e["ring"]), int(e["slot"]), int(e["generation"]))) in accepted
     ]
-    record.situation("eos-on-page-boundary", any(n % snapshot.config.page_size == 0 for n in lengths))
+    record.situation("eos-on-page-boundary", any(n % after.config.page_size == 0 for n in lengths))

@@ -8,7 +8,8 @@ import pytest
 
 from verification.certificate.recorder import Recorder
 from verification.fixtures import PROMPTS, Subject
-from verification.properties.streaming import Answer, Stream, check
+from verification.properties.streaming import PROPERTY, Answer, Stream, check, check_stop
+from verification.result import CheckResult, Verdict
 
 if TYPE_CHECKING:
     import openai
@@ -21,6 +22,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"max_tokens": 40, "temperature": 0.0, "stop": ["\n", " the"]},
     {"max_tokens": 1, "temperature": 0.0},
 )
+
+SHORTEST = 12  # characters of an answer that is long enough to be cut in its middle
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -38,7 +41,35 @@ def test_same_answer(engine: Subject, client: openai.OpenAI, record: Recorder, k
         else:
             options["prompt"] = prompt
             whole, stream = _text(client, options)
+        record.cases()
         record.check(check(whole, stream, tuple(CASES[case].get("stop", ()))))
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_stop_string(engine: Subject, client: openai.OpenAI, record: Recorder, kind: str) -> None:
+    """A greedy answer, then the same with stop strings that it is known to hold: a piece of its middle, and two more.
+
+    Catches: a stop string that is shown in part or missed, text after it, a wrong finish reason.
+    """
+    cut = 0
+    for prompt in PROMPTS:
+        options = {"model": engine.rig.model_name, "max_tokens": 32, "temperature": 0.0}
+        options |= {"messages": [{"role": "user", "content": prompt}]} if kind == "chat" else {"prompt": prompt}
+        ask = _chat if kind == "chat" else _text
+        free, _ = ask(client, options)
+        if len(free.text) < SHORTEST:  # the model ended at once
+            continue
+        middle = len(free.text) // 2
+        stops = (free.text[middle : middle + 5], "\N{SNOWMAN}", free.text[-2:])
+        stopped, stream = ask(client, options | {"stop": list(stops)})
+        record.cases()
+        record.check(check_stop(free, stopped, stops))
+        record.check(check(stopped, stream, stops))
+        cut += 1
+        if cut == 2:
+            return
+    verdict = Verdict.VALID if cut else Verdict.UNKNOWN
+    record.check(CheckResult(verdict, PROPERTY, "stop", f"{cut} answers of {SHORTEST} or more characters were cut"))
 
 
 def _chat(client: openai.OpenAI, options: dict[str, Any]) -> tuple[Answer, Stream]:
@@ -51,6 +82,7 @@ def _chat(client: openai.OpenAI, options: dict[str, Any]) -> tuple[Answer, Strea
         tuple(c.delta.content or "" for c in with_choice),
         tuple(c.finish_reason for c in with_choice),
         _usage(chunks[-1].usage) if chunks[-1].usage else None,
+        tuple(c.delta.role for c in with_choice),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,17 @@ import pytest
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import LogKind
 from verification.certificate.recorder import Recorder
-from verification.criterion import TokenScores, judge_tokens, score_tokens
-from verification.fixtures import PROMPTS, Subject
+from verification.criterion import TokenScores, score_tokens
+from verification.fixtures import PROMPTS, Judge, Subject
+from verification.history import History
+from verification.models.sensitivity import PROBES
+from verification.models.tiny import MANIFEST
 from verification.oracles.gguf_decode import check_weights
+from verification.oracles.sampler import SampledRow
 from verification.properties import token_equivalence
 from verification.result import CheckResult, Verdict
+from verification.suite.planted import measure_power
+from verification.suite.running import serve
 
 if TYPE_CHECKING:
     import openai
@@ -23,27 +30,46 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.blink_property("token-equivalence"), pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
 PROGRAMS = {"model": 3, "tiny": 4}
+MOST_TIMES = 4  # so many times more programs are drawn when these give too few rows
+Rows = dict[token_equivalence.Key, Array]
 
 
-def _capture(subject: Subject) -> dict[tuple[int, int, int, int], Array]:
+def _captured(subject: Subject, judge: Judge, window: tuple[int, int], *histories: History) -> Rows:
     descriptor = subject.rig.descriptor
     assert descriptor.capture is not None
-    return token_equivalence.captured(Path(descriptor.capture), descriptor.config.vocab)
+    vocab = subject.oracles[1].vocab_size
+    records = token_equivalence.read_window(Path(descriptor.capture), vocab, window)
+    rows, result = token_equivalence.index_capture(records, vocab)
+    judge(result, *histories)
+    return rows
 
 
-def _check(subject: Subject, record: Recorder, seed: int, programs: int) -> None:
-    histories = [subject.run(program) for program in subject.draw(seed, programs)]
-    rows = _capture(subject)
+def _check(subject: Subject, judge: Judge, seed: int, programs: int) -> None:
     parts: list[TokenScores] = []
-    for history in histories:
-        record.check(token_equivalence.check_capture(history, rows))
+    sampled: list[SampledRow] = []
+    histories: list[History] = []
+    for program in subject.draw(seed, MOST_TIMES * programs, sampled=0.5):
+        greedy = any(part.greedy.any() for part in parts)
+        enough = sum(map(len, parts)) >= subject.thresholds.tokens.min_rows
+        if len(histories) >= programs and enough and greedy and sampled:
+            break
+        history = serve(subject, program, judge)
+        histories.append(history)
+        rows = _captured(subject, judge, history.capture, history)
+        judge(token_equivalence.check_capture(history, rows), history)
+        sampled += token_equivalence.sampled_rows(history, rows)
         parts += token_equivalence.score(history, rows, *subject.oracles)
-    _judge(subject, record, TokenScores.concatenate(parts))
+    judge(token_equivalence.check_sampler(sampled), *histories)
+    _judge(subject, judge, parts, *histories)
 
 
-def _judge(subject: Subject, record: Recorder, scores: TokenScores) -> None:
+def _judge(subject: Subject, judge: Judge, parts: list[TokenScores], *histories: History) -> None:
+    result = token_equivalence.judge(parts, subject.thresholds.tokens)
+    if not parts:
+        judge(result, *histories)
+    scores = TokenScores.concatenate(parts)
     yardstick = float(np.quantile(scores.hf32_rms, subject.thresholds.tokens.reference_percentile / 100))
-    record.series(
+    judge.record.series(
         f"{subject.name}: logit row error in units of HuggingFace float32's p99",
         (),
         scores.engine_rms / yardstick,
@@ -51,23 +77,24 @@ def _judge(subject: Subject, record: Recorder, scores: TokenScores) -> None:
         kind="histogram",
         limit=subject.thresholds.tokens.rms_factor,
     )
-    record.check(judge_tokens(scores, subject.thresholds.tokens))
+    judge(result, *histories)
 
 
-def test_tiny_models(tiny: Subject, record: Recorder, seed: int) -> None:
+def test_tiny_models(tiny: Subject, judge: Judge, seed: int) -> None:
     """Models whose greedy tokens change with any wrong page, position or head, under preemption and chunked prefill.
 
-    Catches: one foreign KV row, one wrong rotary position, a wrong head mapping, a resume from wrong tokens.
+    Catches: one foreign KV row, one wrong rotary position, a wrong head mapping, a resume from wrong tokens; a sampler
+    that ignores seed, temperature or top_p.
     """
-    _check(tiny, record, seed, PROGRAMS["tiny"])
+    _check(tiny, judge, seed, PROGRAMS["tiny"])
 
 
-def test_model_under_test(engine: Subject, record: Recorder, seed: int) -> None:
+def test_model_under_test(engine: Subject, judge: Judge, seed: int) -> None:
     """The real weights, real and random prompts, greedy and sampled.
 
     Catches: the above, and errors of loading, scale or precision.
     """
-    _check(engine, record, seed, PROGRAMS["model"])
+    _check(engine, judge, seed, PROGRAMS["model"])
 
 
 def test_weights(engine: Subject, record: Recorder) -> None:
@@ -77,12 +104,38 @@ def test_weights(engine: Subject, record: Recorder) -> None:
     """
     assert engine.rig.model is not None
     if engine.rig.model.suffix != ".gguf":
-        pytest.skip("the model is not a GGUF file: nothing is decoded")
+        note = "the weights are safetensors: they are stored as they are, and nothing is decoded"
+        record.check(CheckResult(Verdict.VALID, token_equivalence.PROPERTY, "weights", note))
+        return
     record.check(check_weights(engine.rig.model, engine.oracles[1]))
 
 
+def test_criterion_power(tiny: Subject, record: Recorder, seed: int) -> None:
+    """Faults planted in a stand-in for the engine, one at a time: the criterion must kill each, and accept it clean.
+
+    Catches: a criterion, or a tiny model, that no longer notices a foreign row or page, a wrong position or head.
+    """
+    limits = tiny.thresholds.tiny_models
+    assert tiny.rig.model is not None
+    built = json.loads((tiny.rig.model / MANIFEST).read_text(encoding="utf-8"))["sensitivity"]
+    for fault, killed in built["killed"].items():
+        record.planted_fault(f"{fault}: changed a greedy token, at build", caught=killed, planted=built["probes"])
+    power = measure_power(*tiny.oracles, seed, tiny.thresholds)
+    for result in power.clean:
+        record.check(result)
+    missed = []
+    for name, counts in (("tokens", power.by_tokens), ("KV rows", power.by_kv)):
+        for fault, killed in counts.items():
+            record.planted_fault(f"{fault}: killed by its {name}", caught=killed, planted=PROBES)
+            if killed < limits.min_kill_fraction * PROBES:
+                missed.append(f"{fault} by {name}: {killed} of {PROBES}")
+    verdict = Verdict.UNKNOWN if missed else Verdict.VALID
+    message = f"planted faults that the criterion let pass: {'; '.join(missed) or 'none'}"
+    record.check(CheckResult(verdict, token_equivalence.PROPERTY, "power", message))
+
+
 @pytest.mark.capability("http")
-def test_from_message_text(engine: Subject, client: openai.OpenAI, record: Recorder) -> None:
+def test_from_message_text(engine: Subject, client: openai.OpenAI, record: Recorder, judge: Judge) -> None:
     """Chats by message text through HTTP; the oracle starts from the text and the original file.
 
     Catches: a chat template or tokeniser that differs, a doubled BOS, text that does not belong to the tokens.
@@ -91,19 +144,22 @@ def test_from_message_text(engine: Subject, client: openai.OpenAI, record: Recor
     parts: list[TokenScores] = []
     for text in PROMPTS:
         messages = [{"role": "user", "content": text}]
-        before = engine.snapshot()
+        record.cases()
+        start, before = engine.capture_size(), engine.snapshot(log_from=2**63)  # no entries
         answer = client.chat.completions.create(
             model=engine.rig.model_name,
             messages=messages,  # type: ignore[arg-type]
             max_tokens=24,
             temperature=0.0,
         )
-        after = engine.snapshot()
+        after = engine.snapshot(log_from=int(before.header["log_tail"]))
         prompt = hf32.encode_chat(messages)
-        new = after.log[max(0, int(before.header["log_tail"]) - after.log_lost) :]
-        (accepted,) = new[new["kind"] == LogKind.ACCEPT]
+        accepts = after.log[after.log["kind"] == LogKind.ACCEPT]
+        _equal(record, "requests", len(accepts), 1)
+        (accepted,) = accepts
         slot, generation = int(accepted["slot"]), int(accepted["generation"])
         assert answer.usage is not None
+        _equal(record, "usage", answer.usage.completion_tokens >= 1, True)
         count = answer.usage.completion_tokens
         known = engine.rig.memory.tokens(slot, len(prompt) + count).tolist()
         emitted = known[len(prompt) :]
@@ -111,8 +167,10 @@ def test_from_message_text(engine: Subject, client: openai.OpenAI, record: Recor
         _equal(record, "usage", answer.usage.prompt_tokens, len(prompt))
         shown = answer.choices[0].message.content
         _equal(record, "text", shown, hf32.decode(emitted, skip_special_tokens=True))
-        rows = _capture(engine)
-        logits = np.stack([rows[0, slot, generation, len(prompt) + i]["logits"] for i in range(count)])
+        rows = _captured(engine, judge, (start, engine.capture_size()))
+        found = [rows.get((0, slot, generation, len(prompt) + i)) for i in range(count)]
+        _equal(record, "capture", [None if row is None else int(row["token"]) for row in found], emitted)
+        logits = np.stack([row["logits"] for row in found if row is not None])
         ids, start = [*prompt, *emitted[:-1]], len(prompt) - 1
         parts.append(
             score_tokens(
@@ -123,8 +181,7 @@ def test_from_message_text(engine: Subject, client: openai.OpenAI, record: Recor
                 names=[{"prompt": text[:40], "index": i} for i in range(count)],
             )
         )
-    scores = TokenScores.concatenate(parts)
-    _judge(engine, record, scores)
+    _judge(engine, judge, parts)
 
 
 def _equal(record: Recorder, clause: str, found: object, expected: object, also: bool = True) -> None:

@@ -64,7 +64,7 @@ def test_check_records_measurements_and_witness_then_raises() -> None:
         recorder.check(result)
     values = recorder.as_dict()
     assert values["measurements"] == {"ratio": {"value": 30.5, "unit": "x", "limit": 8.0, "limit_is": "max", "n": 512}}
-    assert (values["clause"], values["witness"], values["cases"]) == ("C3", {"row": 9}, 1)
+    assert (values["clause"], values["witness"], values["cases"]) == ("C3", {"row": 9}, 0)
 
 
 def test_valid_checks_give_clauses_and_no_witness() -> None:
@@ -73,7 +73,17 @@ def test_valid_checks_give_clauses_and_no_witness() -> None:
     for clause in ("C1", "C2", "C1"):
         recorder.check(CheckResult(Verdict.VALID, "kv-content", clause, "equal", {"rows": 3}))
     values = recorder.as_dict()
-    assert (values["clause"], values["witness"], values["cases"]) == ("C1; C2", None, 3)
+    assert (values["clause"], values["witness"], values["cases"]) == ("C1; C2", None, 0)
+
+
+def test_only_counted_programs_are_cases() -> None:
+    """Catches: several checks of one program counted as independent draws, which makes the bounds too narrow."""
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.cases()
+        for _ in range(5):
+            recorder.check(CheckResult(Verdict.VALID, "kv-content", "C1", "equal"))
+    assert recorder.as_dict()["cases"] == 2
 
 
 def test_repeated_measurement_keeps_the_value_nearest_its_limit() -> None:
