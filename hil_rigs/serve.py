@@ -82,7 +82,7 @@ def wait_until_over(server: LocalRig, stopped: threading.Event) -> str | None:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set. A second SIGINT interrupts at once, for a stop that itself hangs."""
+    """An event that SIGINT, SIGTERM and SIGHUP set. A second SIGINT interrupts a stop that itself hangs."""
     stopped = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -90,7 +90,7 @@ def stop_signals() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stopped.set()
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield stopped
     finally:

@@ -103,7 +103,7 @@ def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         validate(report)
-    except (OSError, ValueError, ReportError) as error:
+    except (OSError, ValueError, ReportError, RecursionError) as error:
         raise _fail(f"{path}: {error}") from error
     if as_json:
         typer.echo(json.dumps(report, indent=1))

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ _MAX_DETAILS = 20_000
 _MAX_MESSAGE = 2_000
 # Set by `blink certify`, which builds and signs the report itself, from the journal, also when this process dies.
 JOURNAL_ONLY = "BLINK_JOURNAL_ONLY"
+# And the pid of `blink certify`: a run whose asker is gone ends, and so do the engines that it started.
+CERTIFY_PID = "BLINK_CERTIFY_PID"
 
 
 def _now() -> str:
@@ -58,6 +61,10 @@ class SessionPlugin:
         self.config = config
         self.context = context
         self.is_worker = hasattr(config, "workerinput")
+        if (parent := os.environ.pop(CERTIFY_PID, None)) and not self.is_worker:
+            from blink_core.runtime.parent import ParentWatch
+
+            ParentWatch(int(parent)).on_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
         self.started = _now()
         self.clock = time.monotonic()
         self.collector = Collector()

@@ -114,7 +114,7 @@ class RingEngineClient:
             if not len(last):
                 raise _Lost(f"engine is {self._state.name.lower()}")
             self._loop.call_soon_threadsafe(self._dispatch, last)
-        if self._started is None or _start_time(self._pid) != self._started:
+        if self._started is None or not _still_runs(self._pid, self._started):
             raise _Lost(f"engine process {self._pid} is gone")
         return seen
 
@@ -245,10 +245,25 @@ def _start_time(pid: int) -> int | None:
     """Start of a process in clock ticks since boot, which tells it from a later one with its pid; None if it is not
     there or has ended: a zombie, which no parent has waited for yet, is gone too."""
     try:
-        # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _read_start_time(pid)
     except OSError:
         return None
+
+
+def _still_runs(pid: int, started: int) -> bool:
+    """Whether the process that began at `started` runs. Where that cannot be read now, the heartbeat decides: a front
+    end without a free file descriptor must not call a living engine dead."""
+    try:
+        return _read_start_time(pid) == started
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+
+
+def _read_start_time(pid: int) -> int | None:
+    # The name, in parentheses, may hold anything.
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 

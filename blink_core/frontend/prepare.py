@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.chat import ChatTemplate, ChatTemplateError
 from blink_core.frontend.engine_api import EngineLimits
@@ -159,7 +161,8 @@ class Preparer:
         hidden = frozenset(stop_ids) if ignore_eos else self._eos | frozenset(stop_ids)
         temperature = 1.0 if request.temperature is None else request.temperature
         top_p = 1.0 if request.top_p is None else request.top_p
-        if top_p == 0.0:  # the smallest nucleus is the most likely token alone
+        # The smallest nucleus is the most likely token alone; the descriptor holds float32, where tiny values are 0.
+        if np.float32(top_p) == 0.0:
             temperature, top_p = 0.0, 1.0
         plans = []
         for prompt in prompts:

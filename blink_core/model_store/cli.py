@@ -70,10 +70,14 @@ def model_facts(path: Path) -> dict[str, Any]:
     except ModelError as error:
         raise ModelStoreError(str(error)) from error
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        tensors = sum(_count_tensors(file) for file in files)
+    except Exception as error:  # a damaged file raises anything, deep inside the two libraries
+        raise ModelStoreError(f"{path}: its tensors cannot be listed: {error}") from error
     return {
         "path": str(path),
         "config": dataclasses.asdict(config),
-        "tensors": sum(_count_tensors(file) for file in files),
+        "tensors": tensors,
         "bytes": sum(file.stat().st_size for file in files),
         "files": [{"name": file.name, "sha256": file_sha256(file)} for file in files],
     }

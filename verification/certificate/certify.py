@@ -212,6 +212,7 @@ def _child(options: Options, context: RunContext, limits: Profile) -> tuple[list
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{_PACKAGE.parent}{os.pathsep}{path}" if path else str(_PACKAGE.parent)
     environment["BLINK_JOURNAL_ONLY"] = "1"
+    environment["BLINK_CERTIFY_PID"] = str(os.getpid())  # the run ends with the process that asked for it
     environment["BLINK_INVOCATION"] = json.dumps(_command(options))
     environment["PYTHONUNBUFFERED"] = "1"
     return arguments, environment
@@ -275,7 +276,7 @@ def _kill_group(group: int) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, where signals can be handled at all (the main thread)."""
+    """An event that SIGINT, SIGTERM and SIGHUP set, where signals can be handled at all (the main thread)."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -284,7 +285,7 @@ def _interruptible() -> Iterator[threading.Event]:
     def handle(number: int, frame: FrameType | None) -> None:
         event.set()
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield event
     finally:

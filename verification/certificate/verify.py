@@ -125,7 +125,7 @@ def _open_envelope(raw: bytes) -> tuple[bytes, bytes, str]:
             entry["sig"],
             entry["keyid"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise VerificationError(f"envelope: not a DSSE envelope with one signature: {error}") from error
     if set(envelope) != {"payload", "payloadType", "signatures"} or set(entry) != {"keyid", "sig"}:
         raise VerificationError("envelope: it has fields beside those of DSSE")
@@ -143,7 +143,7 @@ def _statement(payload: bytes) -> dict[str, Any]:
         extension = statement["predicate"][EXTENSION]
         names = [(subject["name"], subject["digest"]["sha256"]) for subject in statement["subject"]]
         extension["signer"]["public_key"], extension["digests"], extension["verdict"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise VerificationError(f"statement: not an in-toto statement about a Blink run: {error!r}") from error
     if kinds != (STATEMENT_TYPE, PREDICATE_TYPE):
         raise VerificationError(f"statement: types are {kinds}, they must be {(STATEMENT_TYPE, PREDICATE_TYPE)}")
@@ -202,7 +202,7 @@ def _report(folder: Path) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         validate(report)
-    except (ValueError, ReportError) as error:
+    except (ValueError, ReportError, RecursionError) as error:
         raise VerificationError(f"schema: {error}") from error
     return report
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verification.certificate.certify import certify
@@ -244,8 +245,8 @@ def test_mounted_commands_and_help(tmp_path: Path) -> None:
     assert verify(tmp_path / "out" / "certify").valid
 
 
-def test_interrupt_stops_the_run_and_reports(tmp_path: Path) -> None:
-    """Catches: Ctrl-C that leaves pytest running, or loses what was found."""
+def hanging_run(tmp_path: Path) -> tuple[subprocess.Popen[str], Path, Path]:
+    """`certify` in a process of its own, on its way into a test that hangs; its suite and output folders."""
     suite, out = write(tmp_path / "suite", HANGING), tmp_path / "out"
     code = (
         "import sys; from pathlib import Path; from verification.certificate.certify import certify\n"
@@ -261,9 +262,25 @@ def test_interrupt_stops_the_run_and_reports(tmp_path: Path) -> None:
     assert process.stderr is not None
     line = process.stderr.readline()  # the first test's progress: the run is on its way
     assert "queue-ordering/before" in line
-    process.send_signal(signal.SIGINT)
+    return process, suite, out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupt_stops_the_run_and_reports(tmp_path: Path, number: signal.Signals) -> None:
+    """Catches: Ctrl-C or a closed terminal that leaves pytest running, or loses what was found."""
+    process, _, out = hanging_run(tmp_path)
+    process.send_signal(number)
     text, _ = process.communicate(timeout=90)
     assert process.returncode == 2
     assert "interrupted by a signal" in text
     assert last_line(text) == "verdict: could not run (exit 2)"
     assert verify(out).valid
+
+
+def test_killed_run_leaves_nothing_running(tmp_path: Path) -> None:
+    """Catches: a suite that goes on as an orphan, with its engines, when `certify` itself is killed."""
+    process, _, _ = hanging_run(tmp_path)
+    (run,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate(timeout=30)
+    run.wait(30)  # raises when it still runs

@@ -88,6 +88,12 @@ def test_every_byte_of_the_envelope_matters(run_folder: Path) -> None:
         assert not verify(run_folder).valid, f"byte {position} of {len(original)}"
 
 
+def test_deeply_nested_json_is_a_problem_not_a_crash(run_folder: Path) -> None:
+    """Catches: a verifier that an envelope of brackets ends with a traceback."""
+    (run_folder / sign.ENVELOPE).write_bytes(b"[" * 100_000)
+    assert "envelope" in verify(run_folder).problems[0]
+
+
 def test_absent_and_added_files_are_found(run_folder: Path) -> None:
     """Catches: evidence removed or slipped in afterwards."""
     (run_folder / "junit.xml").rename(run_folder / "other.xml")

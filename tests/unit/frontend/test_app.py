@@ -219,10 +219,11 @@ def test_sampling_parameters_reach_the_engine(harness: Harness) -> None:
     made.call(COMPLETIONS, complete(temperature=0.5, top_p=0.9, seed=-1, max_tokens=7))
     made.call(CHAT, chat(max_completion_tokens=3, temperature=0))
     made.call(COMPLETIONS, complete(top_p=0))
-    first, second, third = made.engine.params
+    made.call(COMPLETIONS, complete(top_p=1e-300))  # 0 in the descriptor's float32
+    first, second, third, fourth = made.engine.params
     assert (first.temperature, first.top_p, first.seed, first.max_tokens) == (0.5, 0.9, 2**64 - 1, 7)
     assert (second.temperature, second.top_p, second.max_tokens) == (0.0, 1.0, 3)
-    assert (third.temperature, third.top_p) == (0.0, 1.0)
+    assert (third.temperature, third.top_p) == (fourth.temperature, fourth.top_p) == (0.0, 1.0)
 
 
 def test_absent_seed_is_fresh_each_time(harness: Harness) -> None:

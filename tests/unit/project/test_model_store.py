@@ -175,12 +175,35 @@ def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert blink_home() == tmp_path / "me" / ".cache" / "blink"
 
 
+def build_config_only(folder: Path) -> Path:
+    """A folder with the configuration of a small Llama."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 4,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def test_info_command_on_a_broken_model(tmp_path: Path) -> None:
     """Catches: `blink model info` ending in a traceback on a file that is no model."""
     (tmp_path / "m.gguf").write_bytes(b"GGUF but not really")
     result = CliRunner().invoke(model_app, ["info", str(tmp_path / "m.gguf")])
     assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
     assert "error:" in result.output
+    folder = build_config_only(tmp_path / "cut")
+    (folder / "model.safetensors").write_bytes(b"\x00" * 20)
+    result = CliRunner().invoke(model_app, ["info", str(folder)])
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
     assert CliRunner().invoke(model_app, ["info", "Tony"]).exit_code == 2
     assert CliRunner().invoke(model_app, ["fetch", "Tony"]).exit_code == 2
 
