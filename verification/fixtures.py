@@ -100,7 +100,7 @@ class Judge:
 class Subject:
     """A served model under test: rig, ring client, and (loaded on first use) its oracles.
 
-    max_len: the model length that the rig was started with. on_death: called once with the reason when the engine is
+    asked_len: the length that the rig was started with. on_death: called once with the reason when the engine is
     found dead, wedged or out of reach. Then `dead` says so, and every later run's history too.
     """
 
@@ -109,7 +109,7 @@ class Subject:
     client: RingClient
     shape: Shape
     thresholds: Thresholds
-    max_len: int
+    asked_len: int
     on_death: Callable[[str], None] = lambda reason: None
     dead: str | None = None
 
@@ -131,6 +131,11 @@ class Subject:
     def eos_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids as HuggingFace knows them; never the engine's own."""
         return self.oracles[1].eos_token_ids
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence: what the rig was started with, or the model's own limit where that is shorter."""
+        return min(self.asked_len, int(self.oracles[1].config.max_position_embeddings))
 
     def draw(self, seed: int, count: int, *, sampled: float | None = None) -> list[Program]:
         """`count` programs of a seed; together they have a greedy and a sampled request that nobody cancels.

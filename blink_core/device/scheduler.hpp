@@ -256,7 +256,7 @@ BLINK_FN bool step_boundary(const Context& c, Group& g) {
     if (EngineState(c.head->state) == EngineState::DRAINING && c.head->live == 0) set_state(c, EngineState::DRAINED);
   }
   if (g.any(stopping)) {
-    poll_rings(c, g);  // refuses what was published before: whoever sees STOPPED has every terminal event
+    poll_rings(c, g);  // refuses what was published before, as far as the ring's own credits reach
     if (g.rank() == 0) set_state(c, EngineState::STOPPED);
   }
   if (g.rank() == 0) {
