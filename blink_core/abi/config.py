@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from blink_core.abi.definition import ABI_VERSION, MAGIC, MAX_EOS_IDS, MAX_SLOTS
+from blink_core.abi.definition import ABI_VERSION, MAGIC, MAX_EOS_IDS, MAX_LOGPROBS, MAX_SLOTS
 from blink_core.abi.dtypes import CONFIG, Array, RegionLayout, layouts
-from blink_core.abi.enums import LogLevel
+from blink_core.abi.enums import Admission, LogLevel
 
 RESERVED_PAGES = 2
 
@@ -42,10 +42,18 @@ class EngineConfig:
     pages: int = 514
     max_rows: int = 16
     token_budget: int = 256
-    visibility_polls: int = 2000
+    visibility_us: int = 200_000
     paused_limit: int = 64
     log_entries: int = 1 << 16
     log_level: int = LogLevel.DECISIONS
+    admission: int = Admission.OPTIMISTIC
+    prefix_cache: int = 1
+    quantum: int = 2048
+    reservation_steps: int = 64
+    lease_us: int = 10_000_000
+    max_bias: int = 300
+    max_logprobs: int = MAX_LOGPROBS
+    masks: int = 0
 
     def __post_init__(self) -> None:
         self._check()
@@ -54,6 +62,11 @@ class EngineConfig:
     def max_pages(self) -> int:
         """Pages of one block table."""
         return -(-self.max_len // self.page_size)
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words of one grammar mask."""
+        return -(-self.vocab // 32) if self.masks else 0
 
     def _check(self) -> None:
         def within(name: str, low: int, high: int) -> None:
@@ -70,9 +83,17 @@ class EngineConfig:
         within("max_rows", 1, 4096)
         within("token_budget", self.max_rows, 1 << 20)
         within("arena_tokens", self.max_len, 2**31 - 1)
-        within("visibility_polls", 1, 2**31 - 1)
+        within("visibility_us", 1, 2**31 - 1)
         within("paused_limit", 1, 2**31 - 1)
         within("log_level", LogLevel.OFF, LogLevel.ALL)
+        within("admission", Admission.OPTIMISTIC, Admission.RESERVE)
+        within("prefix_cache", 0, 1)
+        within("quantum", 1, 2**31 - 1)
+        within("reservation_steps", 1, 2**31 - 1)
+        within("lease_us", 0, 2**62)
+        within("max_bias", 0, 1 << 16)
+        within("max_logprobs", 0, MAX_LOGPROBS)
+        within("masks", 0, self.slots)
         within("cq_entries", self.slots + self.max_rows, 1 << 22)
         within("sq_entries", 2 * self.slots, 1 << 16)
         within("log_entries", 1, 1 << 28)
@@ -89,7 +110,7 @@ class EngineConfig:
         """The integer fields that region layouts depend on."""
         fields = asdict(self)
         del fields["eos_ids"]
-        return fields | {"max_pages": self.max_pages}
+        return fields | {"max_pages": self.max_pages, "mask_words": self.mask_words}
 
     def layouts(self) -> dict[str, RegionLayout]:
         return layouts(self.sizes())

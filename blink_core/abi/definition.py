@@ -7,11 +7,14 @@ layout is computed at run time by Python and by C++ from the same text. Source: 
 
 from dataclasses import dataclass
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAGIC = 0x424C494E4B303031  # "BLINK001"
 SECTION_ALIGN = 64
 MAX_STOP_IDS = 8
 MAX_EOS_IDS = 8
+MAX_LOGPROBS = 20  # alternatives of one token, as in the OpenAI API
+LOGPROBS_PER_EVENT = 2
+PRIORITIES = 4  # classes; 0 is served first
 MAX_SLOTS = 4096  # 12 bits of an SQ word
 GENERATION_BITS = 24
 SEQ_BITS = 24
@@ -97,12 +100,21 @@ CONFIG = Struct(
         Field("token_budget", "u32", "tokens of one step, at least max_rows"),
         Field("vocab", "u32", "true vocabulary size"),
         Field("max_pages", "u32", "pages of one block table: ceil(max_len / page_size)"),
-        Field("visibility_polls", "u32", "re-reads of a torn descriptor before ERROR"),
+        Field("visibility_us", "u32", "microseconds for which a torn descriptor is read again before ERROR"),
         Field("paused_limit", "u32", "step boundaries in a row without credits after which a row gives way"),
         Field("log_entries", "u32", "event-log entries, power of two"),
         Field("log_level", "u32", "LogLevel"),
         Field("n_eos", "u32", "valid entries of eos_ids"),
         Field("eos_ids", "i32", "end-of-sequence ids", MAX_EOS_IDS),
+        Field("admission", "u32", "Admission"),
+        Field("prefix_cache", "u32", "1: full pages are shared between requests with equal beginnings"),
+        Field("quantum", "u32", "tokens a ring may admit when its turn comes (deficit round robin)"),
+        Field("reservation_steps", "u32", "boundaries for which a head that does not fit keeps other rings waiting"),
+        Field("lease_us", "u64", "microseconds without a lease change after which a ring's requests end; 0: never"),
+        Field("max_bias", "u32", "logit-bias pairs of one request"),
+        Field("max_logprobs", "u32", "alternatives of one token, at most MAX_LOGPROBS"),
+        Field("masks", "u32", "mask mailboxes of one ring"),
+        Field("mask_words", "u32", "32-bit words of one mask: ceil(vocab / 32), 0 without mailboxes"),
     ),
 )
 
@@ -128,6 +140,7 @@ STATUS_LINE = Struct(
         Field("steps", "u64", "steps committed"),
         Field("failures", "u64", "model steps that raised"),
         Field("heartbeat", "u64", "grows while the scheduler lives"),
+        Field("torn", "u64", "descriptors or prompts that needed a re-read, all rings"),
     ),
 )
 
@@ -137,7 +150,7 @@ FRONT_END_LINE = Struct(
     "Written by the front end, monotone, overwritten in place.",
     (
         Field("epoch", "u64", "grows with each front end that attaches"),
-        Field("lease", "u64", "reserved for leases: nobody writes or reads it in this version"),
+        Field("lease", "u64", "changes at least every Config.lease_us while the front end lives"),
         Field("cq_head", "u64", "events consumed: credits"),
     ),
 )
@@ -152,17 +165,19 @@ GPU_LINE = Struct(
         Field("cq_tail", "u64", "events published"),
         Field("heartbeat", "u64", "grows while the scheduler lives"),
         Field("state", "u64", "EngineState"),
+        Field("lapses", "u64", "leases of this ring that lapsed with requests alive"),
     ),
 )
 
 SLOT = Struct(
     "Slot",
     256,
-    "Request descriptor, written by the front end before its SUBMIT entry.",
+    "Request descriptor, written by the front end before its SUBMIT entry. Its payload in the arena is the prompt, and "
+    "behind it n_bias BiasPair records.",
     (
         Field("generation", "u32", "24 bits, grows with each reuse of the slot"),
         Field("prompt_len", "u32", "tokens"),
-        Field("prompt_offset", "u32", "first token in the ring's arena"),
+        Field("prompt_offset", "u32", "first word of the payload in the ring's arena"),
         Field("max_tokens", "u32", "at least 1"),
         Field("temperature", "f32", "0 means greedy"),
         Field("top_p", "f32", "in (0, 1]"),
@@ -170,12 +185,38 @@ SLOT = Struct(
         Field("choice", "u32", "Philox counter word"),
         Field("flags", "u32", "SlotFlag bits"),
         Field("n_stop", "u32", "valid entries of stop_ids"),
-        Field("priority", "u32", "must be 0 in this version"),
-        Field("deadline_us", "u64", "must be 0 in this version"),
+        Field("priority", "u32", "class below PRIORITIES, 0 is served first"),
+        Field("deadline_us", "u64", "microseconds from acceptance after which the request ends; 0: none"),
         Field("stop_ids", "i32", "stop token ids", MAX_STOP_IDS),
         Field("tag", "u64", "opaque to the engine: joins logs by request"),
-        Field("prompt_checksum", "u64", "of the prompt's tokens"),
+        Field("prompt_checksum", "u64", "of the payload's 32-bit words"),
         Field("checksum", "u64", "of this descriptor with this field 0"),
+        Field("top_k", "u32", "most probable ids kept; 0: all"),
+        Field("min_p", "f32", "in [0, 1]: least probability kept, relative to the greatest"),
+        Field("repetition_penalty", "f32", "above 0, 1 changes nothing; prompt and output"),
+        Field("presence_penalty", "f32", "output only"),
+        Field("frequency_penalty", "f32", "output only"),
+        Field("min_tokens", "u32", "end-of-sequence and stop ids are barred before; at most max_tokens"),
+        Field("n_bias", "u32", "logit-bias pairs"),
+        Field("logprobs", "u32", "alternatives reported with each token"),
+        Field("mask_box", "u32", "mailbox of a MASKED request, else 0"),
+    ),
+)
+
+BIAS_PAIR = Struct(
+    "BiasPair",
+    8,
+    "Added to one token's logit.",
+    (Field("token", "i32"), Field("bias", "f32")),
+)
+
+MASK_BOX = Struct(
+    "MaskBox",
+    64,
+    "One grammar-mask mailbox, written by the front end after its bits.",
+    (
+        Field("ready", "u64", "generation << 32 | output index + 1 that the bits are for"),
+        Field("checksum", "u64", "of the bits' 32-bit words"),
     ),
 )
 
@@ -190,9 +231,24 @@ EVENT = Struct(
         Field("reason", "u8", "FinishReason or ErrorReason"),
         Field("generation", "u32"),
         Field("index", "u32", "TOKEN: position in the output; terminal: tokens emitted"),
-        Field("token", "i32"),
+        Field("token", "i32", "TOKEN: its id; FINISH: prompt tokens that came from the prefix cache; else -1"),
         Field("logprob", "f32", "natural log"),
         Field("step", "u32", "low bits of the step that made it"),
+    ),
+)
+
+LOGPROBS_EVENT = Struct(
+    "LogprobsEvent",
+    32,
+    "An Event of kind LOGPROBS: alternatives of the TOKEN event that follows, most probable first.",
+    (
+        Field("seq", "u64", "event index + 1"),
+        Field("slot", "u16"),
+        Field("kind", "u8", "EventKind.LOGPROBS"),
+        Field("count", "u8", "valid pairs"),
+        Field("generation", "u32"),
+        Field("tokens", "i32", "", LOGPROBS_PER_EVENT),
+        Field("logprobs", "f32", "natural log", LOGPROBS_PER_EVENT),
     ),
 )
 
@@ -202,33 +258,59 @@ REQUEST = Struct(
     "Scheduler's own record of a request, index ring * slots + slot.",
     (
         Field("arrival", "u64", "age: grows by one per accepted request"),
-        Field("seed", "u64"),
         Field("tag", "u64"),
+        Field("expires", "u64", "clock at which its deadline passes; 0: never"),
+        Field("chain", "u64", "prefix hash of its first `published` pages"),
         Field("generation", "u32", "of the live or last request"),
+        Field("judged", "u32", "newest generation accepted or refused: each is judged once"),
         Field("state", "u32", "RequestState"),
+        Field("priority", "u32"),
         Field("prompt_len", "u32"),
         Field("max_tokens", "u32"),
         Field("total", "u32", "tokens known: prompt and output"),
         Field("computed", "u32", "tokens whose KV is in pages"),
         Field("emitted", "u32", "TOKEN events"),
-        Field("n_pages", "u32", "pages owned"),
-        Field("next", "i32", "next in the ring's waiting list or -1"),
+        Field("n_pages", "u32", "pages in its block table"),
+        Field("published", "u32", "leading pages that are in the prefix cache"),
+        Field("cached", "u32", "prompt tokens found in the prefix cache at first admission"),
+        Field("next", "i32", "next in its waiting list or -1"),
         Field("row", "i32", "block-table row while RUNNING or -1"),
         Field("preemptions", "u32"),
-        Field("paused", "u32", "step boundaries in a row without credits"),
+        Field("paused", "u32", "step boundaries in a row without credits or mask"),
+        Field("admitted", "u32", "1 after the first admission"),
+        Field("mask_index", "u32", "output index + 1 whose mask lies in its row"),
+        Field("mask_box", "u32", "mailbox of a MASKED request"),
+    ),
+)
+
+SAMPLING = Struct(
+    "Sampling",
+    128,
+    "What the model step needs to choose a request's next token, index ring * slots + slot. It may change while a step "
+    "runs only for a request that was cancelled meanwhile, whose result is dropped.",
+    (
+        Field("seed", "u64"),
         Field("temperature", "f32"),
         Field("top_p", "f32"),
-        Field("choice", "u32"),
+        Field("min_p", "f32"),
+        Field("top_k", "u32"),
+        Field("repetition_penalty", "f32"),
+        Field("presence_penalty", "f32"),
+        Field("frequency_penalty", "f32"),
+        Field("min_tokens", "u32"),
+        Field("prompt_len", "u32"),
+        Field("n_bias", "u32"),
+        Field("logprobs", "u32"),
         Field("flags", "u32"),
+        Field("choice", "u32"),
         Field("n_stop", "u32"),
         Field("stop_ids", "i32", "", MAX_STOP_IDS),
-        Field("judged", "u32", "newest generation accepted or refused: each is judged once"),
     ),
 )
 
 RING_STATE = Struct(
     "RingState",
-    128,
+    256,
     "Scheduler's own record of a ring.",
     (
         Field("epoch", "u64"),
@@ -236,8 +318,12 @@ RING_STATE = Struct(
         Field("cq_tail", "u64", "events written"),
         Field("cq_published", "u64", "events the front end was told of"),
         Field("cq_head", "u64", "last credible front-end head"),
-        Field("wait_head", "i32", "oldest waiting request or -1"),
-        Field("wait_tail", "i32", "youngest waiting request or -1"),
+        Field("lease", "u64", "last lease word seen"),
+        Field("lease_at", "u64", "clock when it changed"),
+        Field("retry_at", "u64", "clock of the first look at the entry at sq_next that found it torn"),
+        Field("deficit", "i64", "tokens this ring may still admit"),
+        Field("wait_head", "i32", "oldest waiting request of each class or -1", PRIORITIES),
+        Field("wait_tail", "i32", "youngest waiting request of each class or -1", PRIORITIES),
         Field("waiting", "u32"),
         Field("live", "u32", "accepted and not terminal"),
         Field("retries", "u32", "re-reads of the entry at sq_next"),
@@ -245,25 +331,33 @@ RING_STATE = Struct(
         Field("duplicates", "u32", "SUBMITs of a generation already accepted, ignored"),
         Field("stale_cancels", "u32", "CANCELs of no live request, ignored"),
         Field("bad_heads", "u32", "front-end heads, 0 aside, that went backwards or beyond the tail, ignored"),
-        Field("planned", "u32", "token credits used by the plan being made"),
+        Field("bad_masks", "u32", "mailboxes whose checksum did not hold, read again"),
+        Field("planned", "u32", "event credits used by the plan being made or in flight"),
+        Field("lapsed", "u32", "1 while the lease has lapsed"),
     ),
 )
 
 PAGE = Struct(
     "Page",
-    16,
+    64,
     "Metadata of one KV page.",
     (
-        Field("owner", "i32", "request index or -1"),
+        Field("hash", "u64", "CACHED: chained hash of all tokens up to its end"),
+        Field("owner", "i32", "OWNED: request index, else -1"),
         Field("generation", "u32", "of the owner"),
-        Field("refs", "u32", "owners: 0 or 1 until prefixes are shared"),
+        Field("refs", "u32", "block tables that hold it"),
         Field("state", "u32", "PageState"),
+        Field("parent", "u32", "CACHED: the page before it in the prefix, 0 for the first"),
+        Field("children", "u32", "CACHED pages whose parent it is"),
+        Field("bucket_next", "i32", "next in its hash bucket or -1"),
+        Field("lru_prev", "i32", "CACHED without refs: less recently used neighbour or -1"),
+        Field("lru_next", "i32", "CACHED without refs: more recently used neighbour or -1"),
     ),
 )
 
 STATE_HEADER = Struct(
     "StateHeader",
-    192,
+    256,
     "Scheduler-wide counters.",
     (
         Field("step", "u64", "steps planned"),
@@ -281,6 +375,19 @@ STATE_HEADER = Struct(
         Field("next_ring", "u32", "ring whose head is tried first"),
         Field("state", "u32", "EngineState"),
         Field("live", "u32", "requests accepted and not terminal, all rings"),
+        Field("clock", "u64", "microseconds, as given to the last call"),
+        Field("next_expiry", "u64", "no deadline passes before this clock; 0: none is set"),
+        Field("logged_clock", "u64", "clock of the newest CLOCK entry of the log"),
+        Field("reserved_since", "u64", "boundary at which reserved_for began to keep others waiting"),
+        Field("boundaries", "u64", "step boundaries, with and without a step"),
+        Field("lookups", "u64", "tokens looked up in the prefix cache"),
+        Field("hits", "u64", "tokens found there"),
+        Field("evictions", "u64", "cached pages given to others"),
+        Field("reserved_for", "i32", "waiting request that does not fit and holds the reservation, or -1"),
+        Field("lru_head", "i32", "least recently used cached page without refs or -1"),
+        Field("lru_tail", "i32", "most recently used one or -1"),
+        Field("idle_cached", "u32", "cached pages without refs"),
+        Field("committed_pages", "u32", "pages that running requests may need at most"),
     ),
 )
 
@@ -316,18 +423,16 @@ PLAN_HEADER = Struct(
 PLAN_ROW = Struct(
     "PlanRow",
     64,
-    "One request in a step.",
+    "One request in a step. How its token is chosen stands in State.sampling, index `request`.",
     (
-        Field("seed", "u64"),
         Field("request", "u32", "request index"),
         Field("generation", "u32"),
         Field("q_start", "u32", "first of its tokens in the step's token arrays"),
         Field("q_len", "u32"),
         Field("context_len", "u32", "KV length after this step"),
         Field("sample", "u32", "1: the last token is sampled from"),
-        Field("temperature", "f32"),
-        Field("top_p", "f32"),
-        Field("choice", "u32"),
+        Field("emitted", "u32", "output index of that token"),
+        Field("masked", "u32", "1: only ids whose bit is set in State.masks, index `row`, may be chosen"),
         Field("ring", "u32"),
         Field("slot", "u32"),
         Field("n_pages", "u32", "valid block-table entries"),
@@ -354,8 +459,12 @@ STRUCTS: tuple[Struct, ...] = (
     FRONT_END_LINE,
     GPU_LINE,
     SLOT,
+    BIAS_PAIR,
+    MASK_BOX,
     EVENT,
+    LOGPROBS_EVENT,
     REQUEST,
+    SAMPLING,
     RING_STATE,
     PAGE,
     STATE_HEADER,
@@ -385,6 +494,8 @@ REGIONS: tuple[Region, ...] = (
             Section("slots", "Slot", "slots"),
             Section("arena", "i32", "arena_tokens"),
             Section("cq", "Event", "cq_entries"),
+            Section("mask_boxes", "MaskBox", "masks"),
+            Section("mask_bits", "u32", "masks * mask_words", "bit i of a mask allows token id i"),
         ),
     ),
     Region(
@@ -395,12 +506,17 @@ REGIONS: tuple[Region, ...] = (
             Section("header", "StateHeader", "1"),
             Section("rings", "RingState", "rings"),
             Section("requests", "Request", "rings * slots"),
+            Section("sampling", "Sampling", "rings * slots"),
+            Section("bias", "BiasPair", "rings * slots * max_bias", "logit bias by request"),
             Section("running", "u32", "max_rows", "running requests, oldest first"),
             Section("row_stack", "u32", "max_rows", "free block-table rows"),
             Section("block_tables", "u32", "max_rows * max_pages", "page ids by row"),
             Section("pages", "Page", "pages"),
             Section("free_list", "u32", "pages", "stack of free pages"),
             Section("quarantine", "u32", "pages", "pages released while a step runs"),
+            Section("buckets", "i32", "pages", "prefix cache: first page of each hash bucket or -1"),
+            Section("page_tokens", "i32", "pages * page_size", "prefix cache: tokens of each cached page"),
+            Section("masks", "u32", "max_rows * mask_words", "grammar mask by block-table row"),
             Section("tokens", "i32", "rings * slots * max_len", "token pool by request"),
         ),
     ),
@@ -419,6 +535,8 @@ REGIONS: tuple[Region, ...] = (
             Section("positions", "i32", "token_budget"),
             Section("kv_slots", "i64", "token_budget", "page * page_size + offset"),
             Section("results", "StepResult", "max_rows"),
+            Section("top_tokens", "i32", "max_rows * max_logprobs", "most probable ids by plan row, best first"),
+            Section("top_logprobs", "f32", "max_rows * max_logprobs", "their natural-log probabilities"),
         ),
     ),
 )

@@ -39,8 +39,11 @@ DTYPES: Mapping[str, np.dtype[Any]] = {**_SCALARS, **{s.name: _struct_dtype(s) f
 
 CONFIG = DTYPES["Config"]
 SLOT = DTYPES["Slot"]
+BIAS_PAIR = DTYPES["BiasPair"]
 EVENT = DTYPES["Event"]
+LOGPROBS_EVENT = DTYPES["LogprobsEvent"]
 REQUEST = DTYPES["Request"]
+SAMPLING = DTYPES["Sampling"]
 LOG_ENTRY = DTYPES["LogEntry"]
 PLAN_ROW = DTYPES["PlanRow"]
 STEP_RESULT = DTYPES["StepResult"]

@@ -14,7 +14,7 @@ class EventKind(IntEnum):
     """Kind of a completion-queue event; FINISH and ERROR are terminal."""
 
     TOKEN = 1
-    LOGPROBS = 2  # reserved: carried by a later ABI version
+    LOGPROBS = 2  # alternatives of the TOKEN that follows (LogprobsEvent)
     FINISH = 3
     ERROR = 4
 
@@ -45,6 +45,9 @@ class ErrorReason(IntEnum):
     DRAINING = 11  # engine drains or stops
     MODEL_ERROR = 12  # the model step raised
     ENGINE_DEAD = 13  # raised by the client: stale heartbeat or dead process
+    DEADLINE = 14  # the request's own deadline passed
+    LEASE_LOST = 15  # the front end's lease lapsed
+    NO_TOKEN = 16  # bias, mask and barred ids leave nothing to choose
 
 
 class RequestState(IntEnum):
@@ -62,6 +65,7 @@ class PageState(IntEnum):
     OWNED = 1
     QUARANTINED = 2
     RESERVED = 3  # page 0 (null) and page 1 (written by padding rows)
+    CACHED = 4  # in the prefix cache, held by any number of requests
 
 
 class EngineState(IntEnum):
@@ -101,12 +105,34 @@ class LogKind(IntEnum):
     PLAN_ROW = 13  # a tokens in this step, b context length after it, c row (level ALL)
     EPOCH = 14  # a new epoch (low 32 bits), b requests dropped
     STATE = 15  # a EngineState
+    PREFIX_HIT = 16  # a pages found, b tokens found, c row
+    RESERVATION = 17  # a 1 taken, 0 given up, 2 enforced by preemption; b boundaries it was held
+    LEASE = 18  # a 1 lapsed, 0 renewed; b requests ended
+    PAGE_SHARE = 19  # a cached page, b index in the block table, c refs after (level ALL)
+    PAGE_UNSHARE = 20  # a cached page, b refs after (level ALL)
+    PAGE_PUBLISH = 21  # a page, b index in the prefix, c its parent (level ALL)
+    PAGE_EVICT = 22  # a page (level ALL)
+    CLOCK = 23  # input: a low, b high half of the clock, before the first entry made at it (level ALL)
+    CREDITS = 24  # input: a low, b high half of the front end's head (level ALL)
+    SQ_ENTRY = 25  # input: a low, b high half of the word taken, c SQ index (level ALL)
+    RESULT = 26  # input: a token, b StepStatus, c bits of the logprob (level ALL)
+    MASK = 27  # input: a output index, b mailbox (level ALL)
+    CONTROL = 28  # input: a 1 drain, 2 stop
 
 
 class SlotFlag(IntEnum):
     """Bits of `Slot.flags`."""
 
     IGNORE_EOS = 1
+    NO_PREFIX_CACHE = 2  # neither reads the prefix cache nor adds to it
+    MASKED = 4  # every token needs a grammar mask
+
+
+class Admission(IntEnum):
+    """When a waiting request may start (design section 4)."""
+
+    OPTIMISTIC = 0  # pages for the tokens known; later shortage preempts the youngest
+    RESERVE = 1  # pages for the longest output of every running request
 
 
 class StepStatus(IntEnum):
@@ -115,3 +141,4 @@ class StepStatus(IntEnum):
     OK = 0
     NAN_LOGITS = 1
     FAILED = 2  # also what the scheduler writes beforehand: a row that the model step left out is no result
+    NO_TOKEN = 3  # nothing may be chosen

@@ -21,6 +21,11 @@ _CPP = {
     "f32": "float",
 }
 
+_CONSTANTS = (
+    *("ABI_VERSION", "MAX_STOP_IDS", "MAX_EOS_IDS", "MAX_LOGPROBS", "LOGPROBS_PER_EVENT", "MAX_SLOTS", "PRIORITIES"),
+    *("GENERATION_BITS", "SEQ_BITS", "SQ_SEQ_SHIFT", "SQ_OP_SHIFT", "SQ_SLOT_SHIFT", "SQ_GENERATION_SHIFT"),
+)
+
 
 def _enum(cls: type[IntEnum]) -> list[str]:
     members = ", ".join(f"{m.name} = {m.value}" for m in cls)
@@ -81,10 +86,7 @@ def render() -> str:
         "using cuda::std::uint32_t; using cuda::std::uint64_t;",
         "",
     ]
-    for name in ("ABI_VERSION", "MAX_STOP_IDS", "MAX_EOS_IDS", "MAX_SLOTS", "GENERATION_BITS", "SEQ_BITS"):
-        lines.append(f"inline constexpr uint32_t {name} = {getattr(d, name)};")
-    for name in ("SQ_SEQ_SHIFT", "SQ_OP_SHIFT", "SQ_SLOT_SHIFT", "SQ_GENERATION_SHIFT"):
-        lines.append(f"inline constexpr uint32_t {name} = {getattr(d, name)};")
+    lines += [f"inline constexpr uint32_t {name} = {getattr(d, name)};" for name in _CONSTANTS]
     lines.append(f"inline constexpr uint64_t MAGIC = {d.MAGIC:#x}ull;")
     lines.append(f"inline constexpr uint64_t SECTION_ALIGN = {d.SECTION_ALIGN};")
     lines.append("")

@@ -11,10 +11,13 @@ namespace blink {
 using cuda::std::int32_t; using cuda::std::int64_t; using cuda::std::uint8_t; using cuda::std::uint16_t;
 using cuda::std::uint32_t; using cuda::std::uint64_t;
 
-inline constexpr uint32_t ABI_VERSION = 1;
+inline constexpr uint32_t ABI_VERSION = 2;
 inline constexpr uint32_t MAX_STOP_IDS = 8;
 inline constexpr uint32_t MAX_EOS_IDS = 8;
+inline constexpr uint32_t MAX_LOGPROBS = 20;
+inline constexpr uint32_t LOGPROBS_PER_EVENT = 2;
 inline constexpr uint32_t MAX_SLOTS = 4096;
+inline constexpr uint32_t PRIORITIES = 4;
 inline constexpr uint32_t GENERATION_BITS = 24;
 inline constexpr uint32_t SEQ_BITS = 24;
 inline constexpr uint32_t SQ_SEQ_SHIFT = 0;
@@ -27,14 +30,15 @@ inline constexpr uint64_t SECTION_ALIGN = 64;
 enum class Op : uint32_t { SUBMIT = 1, CANCEL = 2 };
 enum class EventKind : uint32_t { TOKEN = 1, LOGPROBS = 2, FINISH = 3, ERROR = 4 };
 enum class FinishReason : uint32_t { EOS = 1, STOP_TOKEN = 2, LENGTH = 3, CONTEXT = 4, CANCELLED = 5 };
-enum class ErrorReason : uint32_t { BAD_ENTRY = 1, SLOT_BUSY = 2, BAD_GENERATION = 3, BAD_LENGTH = 4, BAD_EXTENT = 5, BAD_TOKEN = 6, BAD_PARAM = 7, CHECKSUM = 8, NEVER_FITS = 9, NAN_LOGITS = 10, DRAINING = 11, MODEL_ERROR = 12, ENGINE_DEAD = 13 };
+enum class ErrorReason : uint32_t { BAD_ENTRY = 1, SLOT_BUSY = 2, BAD_GENERATION = 3, BAD_LENGTH = 4, BAD_EXTENT = 5, BAD_TOKEN = 6, BAD_PARAM = 7, CHECKSUM = 8, NEVER_FITS = 9, NAN_LOGITS = 10, DRAINING = 11, MODEL_ERROR = 12, ENGINE_DEAD = 13, DEADLINE = 14, LEASE_LOST = 15, NO_TOKEN = 16 };
 enum class RequestState : uint32_t { FREE = 0, WAITING = 1, RUNNING = 2 };
-enum class PageState : uint32_t { FREE = 0, OWNED = 1, QUARANTINED = 2, RESERVED = 3 };
+enum class PageState : uint32_t { FREE = 0, OWNED = 1, QUARANTINED = 2, RESERVED = 3, CACHED = 4 };
 enum class EngineState : uint32_t { STARTING = 0, READY = 1, DRAINING = 2, DRAINED = 3, STOPPED = 4, FAILED = 5 };
 enum class LogLevel : uint32_t { OFF = 0, DECISIONS = 1, ALL = 2 };
-enum class LogKind : uint32_t { ACCEPT = 1, REJECT = 2, ADMIT = 3, PREEMPT = 4, FINISH = 5, ERROR = 6, CANCEL = 7, PAGE_ALLOC = 8, PAGE_FREE = 9, PAGE_UNQUARANTINE = 10, STEP = 11, TOKEN = 12, PLAN_ROW = 13, EPOCH = 14, STATE = 15 };
-enum class SlotFlag : uint32_t { IGNORE_EOS = 1 };
-enum class StepStatus : uint32_t { OK = 0, NAN_LOGITS = 1, FAILED = 2 };
+enum class LogKind : uint32_t { ACCEPT = 1, REJECT = 2, ADMIT = 3, PREEMPT = 4, FINISH = 5, ERROR = 6, CANCEL = 7, PAGE_ALLOC = 8, PAGE_FREE = 9, PAGE_UNQUARANTINE = 10, STEP = 11, TOKEN = 12, PLAN_ROW = 13, EPOCH = 14, STATE = 15, PREFIX_HIT = 16, RESERVATION = 17, LEASE = 18, PAGE_SHARE = 19, PAGE_UNSHARE = 20, PAGE_PUBLISH = 21, PAGE_EVICT = 22, CLOCK = 23, CREDITS = 24, SQ_ENTRY = 25, RESULT = 26, MASK = 27, CONTROL = 28 };
+enum class SlotFlag : uint32_t { IGNORE_EOS = 1, NO_PREFIX_CACHE = 2, MASKED = 4 };
+enum class Admission : uint32_t { OPTIMISTIC = 0, RESERVE = 1 };
+enum class StepStatus : uint32_t { OK = 0, NAN_LOGITS = 1, FAILED = 2, NO_TOKEN = 3 };
 
 // Sizes and limits fixed at start: first in the control region, for readers, and first in State, for the scheduler.
 struct alignas(8) Config {
@@ -52,13 +56,22 @@ struct alignas(8) Config {
   uint32_t token_budget;  // tokens of one step, at least max_rows
   uint32_t vocab;  // true vocabulary size
   uint32_t max_pages;  // pages of one block table: ceil(max_len / page_size)
-  uint32_t visibility_polls;  // re-reads of a torn descriptor before ERROR
+  uint32_t visibility_us;  // microseconds for which a torn descriptor is read again before ERROR
   uint32_t paused_limit;  // step boundaries in a row without credits after which a row gives way
   uint32_t log_entries;  // event-log entries, power of two
   uint32_t log_level;  // LogLevel
   uint32_t n_eos;  // valid entries of eos_ids
   int32_t eos_ids[8];  // end-of-sequence ids
-  uint8_t reserved_[144];
+  uint32_t admission;  // Admission
+  uint32_t prefix_cache;  // 1: full pages are shared between requests with equal beginnings
+  uint32_t quantum;  // tokens a ring may admit when its turn comes (deficit round robin)
+  uint32_t reservation_steps;  // boundaries for which a head that does not fit keeps other rings waiting
+  uint64_t lease_us;  // microseconds without a lease change after which a ring's requests end; 0: never
+  uint32_t max_bias;  // logit-bias pairs of one request
+  uint32_t max_logprobs;  // alternatives of one token, at most MAX_LOGPROBS
+  uint32_t masks;  // mask mailboxes of one ring
+  uint32_t mask_words;  // 32-bit words of one mask: ceil(vocab / 32), 0 without mailboxes
+  uint8_t reserved_[104];
 };
 static_assert(sizeof(Config) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -76,12 +89,21 @@ static_assert(__builtin_offsetof(Config, max_rows) == 44);
 static_assert(__builtin_offsetof(Config, token_budget) == 48);
 static_assert(__builtin_offsetof(Config, vocab) == 52);
 static_assert(__builtin_offsetof(Config, max_pages) == 56);
-static_assert(__builtin_offsetof(Config, visibility_polls) == 60);
+static_assert(__builtin_offsetof(Config, visibility_us) == 60);
 static_assert(__builtin_offsetof(Config, paused_limit) == 64);
 static_assert(__builtin_offsetof(Config, log_entries) == 68);
 static_assert(__builtin_offsetof(Config, log_level) == 72);
 static_assert(__builtin_offsetof(Config, n_eos) == 76);
 static_assert(__builtin_offsetof(Config, eos_ids) == 80);
+static_assert(__builtin_offsetof(Config, admission) == 112);
+static_assert(__builtin_offsetof(Config, prefix_cache) == 116);
+static_assert(__builtin_offsetof(Config, quantum) == 120);
+static_assert(__builtin_offsetof(Config, reservation_steps) == 124);
+static_assert(__builtin_offsetof(Config, lease_us) == 128);
+static_assert(__builtin_offsetof(Config, max_bias) == 136);
+static_assert(__builtin_offsetof(Config, max_logprobs) == 140);
+static_assert(__builtin_offsetof(Config, masks) == 144);
+static_assert(__builtin_offsetof(Config, mask_words) == 148);
 #endif
 
 // Written by the host process (never by a front end).
@@ -107,7 +129,8 @@ struct alignas(8) StatusLine {
   uint64_t steps;  // steps committed
   uint64_t failures;  // model steps that raised
   uint64_t heartbeat;  // grows while the scheduler lives
-  uint8_t reserved_[24];
+  uint64_t torn;  // descriptors or prompts that needed a re-read, all rings
+  uint8_t reserved_[16];
 };
 static_assert(sizeof(StatusLine) == 64);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -116,12 +139,13 @@ static_assert(__builtin_offsetof(StatusLine, pause_ack) == 8);
 static_assert(__builtin_offsetof(StatusLine, steps) == 16);
 static_assert(__builtin_offsetof(StatusLine, failures) == 24);
 static_assert(__builtin_offsetof(StatusLine, heartbeat) == 32);
+static_assert(__builtin_offsetof(StatusLine, torn) == 40);
 #endif
 
 // Written by the front end, monotone, overwritten in place.
 struct alignas(8) FrontEndLine {
   uint64_t epoch;  // grows with each front end that attaches
-  uint64_t lease;  // reserved for leases: nobody writes or reads it in this version
+  uint64_t lease;  // changes at least every Config.lease_us while the front end lives
   uint64_t cq_head;  // events consumed: credits
   uint8_t reserved_[40];
 };
@@ -139,7 +163,8 @@ struct alignas(8) GpuLine {
   uint64_t cq_tail;  // events published
   uint64_t heartbeat;  // grows while the scheduler lives
   uint64_t state;  // EngineState
-  uint8_t reserved_[24];
+  uint64_t lapses;  // leases of this ring that lapsed with requests alive
+  uint8_t reserved_[16];
 };
 static_assert(sizeof(GpuLine) == 64);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -148,13 +173,14 @@ static_assert(__builtin_offsetof(GpuLine, sq_head) == 8);
 static_assert(__builtin_offsetof(GpuLine, cq_tail) == 16);
 static_assert(__builtin_offsetof(GpuLine, heartbeat) == 24);
 static_assert(__builtin_offsetof(GpuLine, state) == 32);
+static_assert(__builtin_offsetof(GpuLine, lapses) == 40);
 #endif
 
-// Request descriptor, written by the front end before its SUBMIT entry.
+// Request descriptor, written by the front end before its SUBMIT entry. Its payload in the arena is the prompt, and behind it n_bias BiasPair records.
 struct alignas(8) Slot {
   uint32_t generation;  // 24 bits, grows with each reuse of the slot
   uint32_t prompt_len;  // tokens
-  uint32_t prompt_offset;  // first token in the ring's arena
+  uint32_t prompt_offset;  // first word of the payload in the ring's arena
   uint32_t max_tokens;  // at least 1
   float temperature;  // 0 means greedy
   float top_p;  // in (0, 1]
@@ -162,13 +188,22 @@ struct alignas(8) Slot {
   uint32_t choice;  // Philox counter word
   uint32_t flags;  // SlotFlag bits
   uint32_t n_stop;  // valid entries of stop_ids
-  uint32_t priority;  // must be 0 in this version
-  uint64_t deadline_us;  // must be 0 in this version
+  uint32_t priority;  // class below PRIORITIES, 0 is served first
+  uint64_t deadline_us;  // microseconds from acceptance after which the request ends; 0: none
   int32_t stop_ids[8];  // stop token ids
   uint64_t tag;  // opaque to the engine: joins logs by request
-  uint64_t prompt_checksum;  // of the prompt's tokens
+  uint64_t prompt_checksum;  // of the payload's 32-bit words
   uint64_t checksum;  // of this descriptor with this field 0
-  uint8_t reserved_[144];
+  uint32_t top_k;  // most probable ids kept; 0: all
+  float min_p;  // in [0, 1]: least probability kept, relative to the greatest
+  float repetition_penalty;  // above 0, 1 changes nothing; prompt and output
+  float presence_penalty;  // output only
+  float frequency_penalty;  // output only
+  uint32_t min_tokens;  // end-of-sequence and stop ids are barred before; at most max_tokens
+  uint32_t n_bias;  // logit-bias pairs
+  uint32_t logprobs;  // alternatives reported with each token
+  uint32_t mask_box;  // mailbox of a MASKED request, else 0
+  uint8_t reserved_[108];
 };
 static_assert(sizeof(Slot) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -188,6 +223,38 @@ static_assert(__builtin_offsetof(Slot, stop_ids) == 56);
 static_assert(__builtin_offsetof(Slot, tag) == 88);
 static_assert(__builtin_offsetof(Slot, prompt_checksum) == 96);
 static_assert(__builtin_offsetof(Slot, checksum) == 104);
+static_assert(__builtin_offsetof(Slot, top_k) == 112);
+static_assert(__builtin_offsetof(Slot, min_p) == 116);
+static_assert(__builtin_offsetof(Slot, repetition_penalty) == 120);
+static_assert(__builtin_offsetof(Slot, presence_penalty) == 124);
+static_assert(__builtin_offsetof(Slot, frequency_penalty) == 128);
+static_assert(__builtin_offsetof(Slot, min_tokens) == 132);
+static_assert(__builtin_offsetof(Slot, n_bias) == 136);
+static_assert(__builtin_offsetof(Slot, logprobs) == 140);
+static_assert(__builtin_offsetof(Slot, mask_box) == 144);
+#endif
+
+// Added to one token's logit.
+struct alignas(8) BiasPair {
+  int32_t token;
+  float bias;
+};
+static_assert(sizeof(BiasPair) == 8);
+#if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
+static_assert(__builtin_offsetof(BiasPair, token) == 0);
+static_assert(__builtin_offsetof(BiasPair, bias) == 4);
+#endif
+
+// One grammar-mask mailbox, written by the front end after its bits.
+struct alignas(8) MaskBox {
+  uint64_t ready;  // generation << 32 | output index + 1 that the bits are for
+  uint64_t checksum;  // of the bits' 32-bit words
+  uint8_t reserved_[48];
+};
+static_assert(sizeof(MaskBox) == 64);
+#if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
+static_assert(__builtin_offsetof(MaskBox, ready) == 0);
+static_assert(__builtin_offsetof(MaskBox, checksum) == 8);
 #endif
 
 // Completion-queue event.
@@ -198,7 +265,7 @@ struct alignas(8) Event {
   uint8_t reason;  // FinishReason or ErrorReason
   uint32_t generation;
   uint32_t index;  // TOKEN: position in the output; terminal: tokens emitted
-  int32_t token;
+  int32_t token;  // TOKEN: its id; FINISH: prompt tokens that came from the prefix cache; else -1
   float logprob;  // natural log
   uint32_t step;  // low bits of the step that made it
 };
@@ -215,55 +282,119 @@ static_assert(__builtin_offsetof(Event, logprob) == 24);
 static_assert(__builtin_offsetof(Event, step) == 28);
 #endif
 
+// An Event of kind LOGPROBS: alternatives of the TOKEN event that follows, most probable first.
+struct alignas(8) LogprobsEvent {
+  uint64_t seq;  // event index + 1
+  uint16_t slot;
+  uint8_t kind;  // EventKind.LOGPROBS
+  uint8_t count;  // valid pairs
+  uint32_t generation;
+  int32_t tokens[2];
+  float logprobs[2];  // natural log
+};
+static_assert(sizeof(LogprobsEvent) == 32);
+#if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
+static_assert(__builtin_offsetof(LogprobsEvent, seq) == 0);
+static_assert(__builtin_offsetof(LogprobsEvent, slot) == 8);
+static_assert(__builtin_offsetof(LogprobsEvent, kind) == 10);
+static_assert(__builtin_offsetof(LogprobsEvent, count) == 11);
+static_assert(__builtin_offsetof(LogprobsEvent, generation) == 12);
+static_assert(__builtin_offsetof(LogprobsEvent, tokens) == 16);
+static_assert(__builtin_offsetof(LogprobsEvent, logprobs) == 24);
+#endif
+
 // Scheduler's own record of a request, index ring * slots + slot.
 struct alignas(8) Request {
   uint64_t arrival;  // age: grows by one per accepted request
-  uint64_t seed;
   uint64_t tag;
+  uint64_t expires;  // clock at which its deadline passes; 0: never
+  uint64_t chain;  // prefix hash of its first `published` pages
   uint32_t generation;  // of the live or last request
+  uint32_t judged;  // newest generation accepted or refused: each is judged once
   uint32_t state;  // RequestState
+  uint32_t priority;
   uint32_t prompt_len;
   uint32_t max_tokens;
   uint32_t total;  // tokens known: prompt and output
   uint32_t computed;  // tokens whose KV is in pages
   uint32_t emitted;  // TOKEN events
-  uint32_t n_pages;  // pages owned
-  int32_t next;  // next in the ring's waiting list or -1
+  uint32_t n_pages;  // pages in its block table
+  uint32_t published;  // leading pages that are in the prefix cache
+  uint32_t cached;  // prompt tokens found in the prefix cache at first admission
+  int32_t next;  // next in its waiting list or -1
   int32_t row;  // block-table row while RUNNING or -1
   uint32_t preemptions;
-  uint32_t paused;  // step boundaries in a row without credits
-  float temperature;
-  float top_p;
-  uint32_t choice;
-  uint32_t flags;
-  uint32_t n_stop;
-  int32_t stop_ids[8];
-  uint32_t judged;  // newest generation accepted or refused: each is judged once
+  uint32_t paused;  // step boundaries in a row without credits or mask
+  uint32_t admitted;  // 1 after the first admission
+  uint32_t mask_index;  // output index + 1 whose mask lies in its row
+  uint32_t mask_box;  // mailbox of a MASKED request
+  uint8_t reserved_[20];
 };
 static_assert(sizeof(Request) == 128);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
 static_assert(__builtin_offsetof(Request, arrival) == 0);
-static_assert(__builtin_offsetof(Request, seed) == 8);
-static_assert(__builtin_offsetof(Request, tag) == 16);
-static_assert(__builtin_offsetof(Request, generation) == 24);
-static_assert(__builtin_offsetof(Request, state) == 28);
-static_assert(__builtin_offsetof(Request, prompt_len) == 32);
-static_assert(__builtin_offsetof(Request, max_tokens) == 36);
-static_assert(__builtin_offsetof(Request, total) == 40);
-static_assert(__builtin_offsetof(Request, computed) == 44);
-static_assert(__builtin_offsetof(Request, emitted) == 48);
-static_assert(__builtin_offsetof(Request, n_pages) == 52);
-static_assert(__builtin_offsetof(Request, next) == 56);
-static_assert(__builtin_offsetof(Request, row) == 60);
-static_assert(__builtin_offsetof(Request, preemptions) == 64);
-static_assert(__builtin_offsetof(Request, paused) == 68);
-static_assert(__builtin_offsetof(Request, temperature) == 72);
-static_assert(__builtin_offsetof(Request, top_p) == 76);
-static_assert(__builtin_offsetof(Request, choice) == 80);
-static_assert(__builtin_offsetof(Request, flags) == 84);
-static_assert(__builtin_offsetof(Request, n_stop) == 88);
-static_assert(__builtin_offsetof(Request, stop_ids) == 92);
-static_assert(__builtin_offsetof(Request, judged) == 124);
+static_assert(__builtin_offsetof(Request, tag) == 8);
+static_assert(__builtin_offsetof(Request, expires) == 16);
+static_assert(__builtin_offsetof(Request, chain) == 24);
+static_assert(__builtin_offsetof(Request, generation) == 32);
+static_assert(__builtin_offsetof(Request, judged) == 36);
+static_assert(__builtin_offsetof(Request, state) == 40);
+static_assert(__builtin_offsetof(Request, priority) == 44);
+static_assert(__builtin_offsetof(Request, prompt_len) == 48);
+static_assert(__builtin_offsetof(Request, max_tokens) == 52);
+static_assert(__builtin_offsetof(Request, total) == 56);
+static_assert(__builtin_offsetof(Request, computed) == 60);
+static_assert(__builtin_offsetof(Request, emitted) == 64);
+static_assert(__builtin_offsetof(Request, n_pages) == 68);
+static_assert(__builtin_offsetof(Request, published) == 72);
+static_assert(__builtin_offsetof(Request, cached) == 76);
+static_assert(__builtin_offsetof(Request, next) == 80);
+static_assert(__builtin_offsetof(Request, row) == 84);
+static_assert(__builtin_offsetof(Request, preemptions) == 88);
+static_assert(__builtin_offsetof(Request, paused) == 92);
+static_assert(__builtin_offsetof(Request, admitted) == 96);
+static_assert(__builtin_offsetof(Request, mask_index) == 100);
+static_assert(__builtin_offsetof(Request, mask_box) == 104);
+#endif
+
+// What the model step needs to choose a request's next token, index ring * slots + slot. It may change while a step runs only for a request that was cancelled meanwhile, whose result is dropped.
+struct alignas(8) Sampling {
+  uint64_t seed;
+  float temperature;
+  float top_p;
+  float min_p;
+  uint32_t top_k;
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
+  uint32_t min_tokens;
+  uint32_t prompt_len;
+  uint32_t n_bias;
+  uint32_t logprobs;
+  uint32_t flags;
+  uint32_t choice;
+  uint32_t n_stop;
+  int32_t stop_ids[8];
+  uint8_t reserved_[32];
+};
+static_assert(sizeof(Sampling) == 128);
+#if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
+static_assert(__builtin_offsetof(Sampling, seed) == 0);
+static_assert(__builtin_offsetof(Sampling, temperature) == 8);
+static_assert(__builtin_offsetof(Sampling, top_p) == 12);
+static_assert(__builtin_offsetof(Sampling, min_p) == 16);
+static_assert(__builtin_offsetof(Sampling, top_k) == 20);
+static_assert(__builtin_offsetof(Sampling, repetition_penalty) == 24);
+static_assert(__builtin_offsetof(Sampling, presence_penalty) == 28);
+static_assert(__builtin_offsetof(Sampling, frequency_penalty) == 32);
+static_assert(__builtin_offsetof(Sampling, min_tokens) == 36);
+static_assert(__builtin_offsetof(Sampling, prompt_len) == 40);
+static_assert(__builtin_offsetof(Sampling, n_bias) == 44);
+static_assert(__builtin_offsetof(Sampling, logprobs) == 48);
+static_assert(__builtin_offsetof(Sampling, flags) == 52);
+static_assert(__builtin_offsetof(Sampling, choice) == 56);
+static_assert(__builtin_offsetof(Sampling, n_stop) == 60);
+static_assert(__builtin_offsetof(Sampling, stop_ids) == 64);
 #endif
 
 // Scheduler's own record of a ring.
@@ -273,8 +404,12 @@ struct alignas(8) RingState {
   uint64_t cq_tail;  // events written
   uint64_t cq_published;  // events the front end was told of
   uint64_t cq_head;  // last credible front-end head
-  int32_t wait_head;  // oldest waiting request or -1
-  int32_t wait_tail;  // youngest waiting request or -1
+  uint64_t lease;  // last lease word seen
+  uint64_t lease_at;  // clock when it changed
+  uint64_t retry_at;  // clock of the first look at the entry at sq_next that found it torn
+  int64_t deficit;  // tokens this ring may still admit
+  int32_t wait_head[4];  // oldest waiting request of each class or -1
+  int32_t wait_tail[4];  // youngest waiting request of each class or -1
   uint32_t waiting;
   uint32_t live;  // accepted and not terminal
   uint32_t retries;  // re-reads of the entry at sq_next
@@ -282,41 +417,62 @@ struct alignas(8) RingState {
   uint32_t duplicates;  // SUBMITs of a generation already accepted, ignored
   uint32_t stale_cancels;  // CANCELs of no live request, ignored
   uint32_t bad_heads;  // front-end heads, 0 aside, that went backwards or beyond the tail, ignored
-  uint32_t planned;  // token credits used by the plan being made
-  uint8_t reserved_[48];
+  uint32_t bad_masks;  // mailboxes whose checksum did not hold, read again
+  uint32_t planned;  // event credits used by the plan being made or in flight
+  uint32_t lapsed;  // 1 while the lease has lapsed
+  uint8_t reserved_[112];
 };
-static_assert(sizeof(RingState) == 128);
+static_assert(sizeof(RingState) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
 static_assert(__builtin_offsetof(RingState, epoch) == 0);
 static_assert(__builtin_offsetof(RingState, sq_next) == 8);
 static_assert(__builtin_offsetof(RingState, cq_tail) == 16);
 static_assert(__builtin_offsetof(RingState, cq_published) == 24);
 static_assert(__builtin_offsetof(RingState, cq_head) == 32);
-static_assert(__builtin_offsetof(RingState, wait_head) == 40);
-static_assert(__builtin_offsetof(RingState, wait_tail) == 44);
-static_assert(__builtin_offsetof(RingState, waiting) == 48);
-static_assert(__builtin_offsetof(RingState, live) == 52);
-static_assert(__builtin_offsetof(RingState, retries) == 56);
-static_assert(__builtin_offsetof(RingState, torn) == 60);
-static_assert(__builtin_offsetof(RingState, duplicates) == 64);
-static_assert(__builtin_offsetof(RingState, stale_cancels) == 68);
-static_assert(__builtin_offsetof(RingState, bad_heads) == 72);
-static_assert(__builtin_offsetof(RingState, planned) == 76);
+static_assert(__builtin_offsetof(RingState, lease) == 40);
+static_assert(__builtin_offsetof(RingState, lease_at) == 48);
+static_assert(__builtin_offsetof(RingState, retry_at) == 56);
+static_assert(__builtin_offsetof(RingState, deficit) == 64);
+static_assert(__builtin_offsetof(RingState, wait_head) == 72);
+static_assert(__builtin_offsetof(RingState, wait_tail) == 88);
+static_assert(__builtin_offsetof(RingState, waiting) == 104);
+static_assert(__builtin_offsetof(RingState, live) == 108);
+static_assert(__builtin_offsetof(RingState, retries) == 112);
+static_assert(__builtin_offsetof(RingState, torn) == 116);
+static_assert(__builtin_offsetof(RingState, duplicates) == 120);
+static_assert(__builtin_offsetof(RingState, stale_cancels) == 124);
+static_assert(__builtin_offsetof(RingState, bad_heads) == 128);
+static_assert(__builtin_offsetof(RingState, bad_masks) == 132);
+static_assert(__builtin_offsetof(RingState, planned) == 136);
+static_assert(__builtin_offsetof(RingState, lapsed) == 140);
 #endif
 
 // Metadata of one KV page.
 struct alignas(8) Page {
-  int32_t owner;  // request index or -1
+  uint64_t hash;  // CACHED: chained hash of all tokens up to its end
+  int32_t owner;  // OWNED: request index, else -1
   uint32_t generation;  // of the owner
-  uint32_t refs;  // owners: 0 or 1 until prefixes are shared
+  uint32_t refs;  // block tables that hold it
   uint32_t state;  // PageState
+  uint32_t parent;  // CACHED: the page before it in the prefix, 0 for the first
+  uint32_t children;  // CACHED pages whose parent it is
+  int32_t bucket_next;  // next in its hash bucket or -1
+  int32_t lru_prev;  // CACHED without refs: less recently used neighbour or -1
+  int32_t lru_next;  // CACHED without refs: more recently used neighbour or -1
+  uint8_t reserved_[20];
 };
-static_assert(sizeof(Page) == 16);
+static_assert(sizeof(Page) == 64);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
-static_assert(__builtin_offsetof(Page, owner) == 0);
-static_assert(__builtin_offsetof(Page, generation) == 4);
-static_assert(__builtin_offsetof(Page, refs) == 8);
-static_assert(__builtin_offsetof(Page, state) == 12);
+static_assert(__builtin_offsetof(Page, hash) == 0);
+static_assert(__builtin_offsetof(Page, owner) == 8);
+static_assert(__builtin_offsetof(Page, generation) == 12);
+static_assert(__builtin_offsetof(Page, refs) == 16);
+static_assert(__builtin_offsetof(Page, state) == 20);
+static_assert(__builtin_offsetof(Page, parent) == 24);
+static_assert(__builtin_offsetof(Page, children) == 28);
+static_assert(__builtin_offsetof(Page, bucket_next) == 32);
+static_assert(__builtin_offsetof(Page, lru_prev) == 36);
+static_assert(__builtin_offsetof(Page, lru_next) == 40);
 #endif
 
 // Scheduler-wide counters.
@@ -336,9 +492,22 @@ struct alignas(8) StateHeader {
   uint32_t next_ring;  // ring whose head is tried first
   uint32_t state;  // EngineState
   uint32_t live;  // requests accepted and not terminal, all rings
-  uint8_t reserved_[104];
+  uint64_t clock;  // microseconds, as given to the last call
+  uint64_t next_expiry;  // no deadline passes before this clock; 0: none is set
+  uint64_t logged_clock;  // clock of the newest CLOCK entry of the log
+  uint64_t reserved_since;  // boundary at which reserved_for began to keep others waiting
+  uint64_t boundaries;  // step boundaries, with and without a step
+  uint64_t lookups;  // tokens looked up in the prefix cache
+  uint64_t hits;  // tokens found there
+  uint64_t evictions;  // cached pages given to others
+  int32_t reserved_for;  // waiting request that does not fit and holds the reservation, or -1
+  int32_t lru_head;  // least recently used cached page without refs or -1
+  int32_t lru_tail;  // most recently used one or -1
+  uint32_t idle_cached;  // cached pages without refs
+  uint32_t committed_pages;  // pages that running requests may need at most
+  uint8_t reserved_[84];
 };
-static_assert(sizeof(StateHeader) == 192);
+static_assert(sizeof(StateHeader) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
 static_assert(__builtin_offsetof(StateHeader, step) == 0);
 static_assert(__builtin_offsetof(StateHeader, committed) == 8);
@@ -355,6 +524,19 @@ static_assert(__builtin_offsetof(StateHeader, free_rows) == 72);
 static_assert(__builtin_offsetof(StateHeader, next_ring) == 76);
 static_assert(__builtin_offsetof(StateHeader, state) == 80);
 static_assert(__builtin_offsetof(StateHeader, live) == 84);
+static_assert(__builtin_offsetof(StateHeader, clock) == 88);
+static_assert(__builtin_offsetof(StateHeader, next_expiry) == 96);
+static_assert(__builtin_offsetof(StateHeader, logged_clock) == 104);
+static_assert(__builtin_offsetof(StateHeader, reserved_since) == 112);
+static_assert(__builtin_offsetof(StateHeader, boundaries) == 120);
+static_assert(__builtin_offsetof(StateHeader, lookups) == 128);
+static_assert(__builtin_offsetof(StateHeader, hits) == 136);
+static_assert(__builtin_offsetof(StateHeader, evictions) == 144);
+static_assert(__builtin_offsetof(StateHeader, reserved_for) == 152);
+static_assert(__builtin_offsetof(StateHeader, lru_head) == 156);
+static_assert(__builtin_offsetof(StateHeader, lru_tail) == 160);
+static_assert(__builtin_offsetof(StateHeader, idle_cached) == 164);
+static_assert(__builtin_offsetof(StateHeader, committed_pages) == 168);
 #endif
 
 // One event-log entry.
@@ -398,40 +580,36 @@ static_assert(__builtin_offsetof(PlanHeader, n_samples) == 16);
 static_assert(__builtin_offsetof(PlanHeader, status) == 20);
 #endif
 
-// One request in a step.
+// One request in a step. How its token is chosen stands in State.sampling, index `request`.
 struct alignas(8) PlanRow {
-  uint64_t seed;
   uint32_t request;  // request index
   uint32_t generation;
   uint32_t q_start;  // first of its tokens in the step's token arrays
   uint32_t q_len;
   uint32_t context_len;  // KV length after this step
   uint32_t sample;  // 1: the last token is sampled from
-  float temperature;
-  float top_p;
-  uint32_t choice;
+  uint32_t emitted;  // output index of that token
+  uint32_t masked;  // 1: only ids whose bit is set in State.masks, index `row`, may be chosen
   uint32_t ring;
   uint32_t slot;
   uint32_t n_pages;  // valid block-table entries
   uint32_t row;  // row of State.block_tables, unchanged while the step runs
-  uint8_t reserved_[4];
+  uint8_t reserved_[16];
 };
 static_assert(sizeof(PlanRow) == 64);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
-static_assert(__builtin_offsetof(PlanRow, seed) == 0);
-static_assert(__builtin_offsetof(PlanRow, request) == 8);
-static_assert(__builtin_offsetof(PlanRow, generation) == 12);
-static_assert(__builtin_offsetof(PlanRow, q_start) == 16);
-static_assert(__builtin_offsetof(PlanRow, q_len) == 20);
-static_assert(__builtin_offsetof(PlanRow, context_len) == 24);
-static_assert(__builtin_offsetof(PlanRow, sample) == 28);
-static_assert(__builtin_offsetof(PlanRow, temperature) == 32);
-static_assert(__builtin_offsetof(PlanRow, top_p) == 36);
-static_assert(__builtin_offsetof(PlanRow, choice) == 40);
-static_assert(__builtin_offsetof(PlanRow, ring) == 44);
-static_assert(__builtin_offsetof(PlanRow, slot) == 48);
-static_assert(__builtin_offsetof(PlanRow, n_pages) == 52);
-static_assert(__builtin_offsetof(PlanRow, row) == 56);
+static_assert(__builtin_offsetof(PlanRow, request) == 0);
+static_assert(__builtin_offsetof(PlanRow, generation) == 4);
+static_assert(__builtin_offsetof(PlanRow, q_start) == 8);
+static_assert(__builtin_offsetof(PlanRow, q_len) == 12);
+static_assert(__builtin_offsetof(PlanRow, context_len) == 16);
+static_assert(__builtin_offsetof(PlanRow, sample) == 20);
+static_assert(__builtin_offsetof(PlanRow, emitted) == 24);
+static_assert(__builtin_offsetof(PlanRow, masked) == 28);
+static_assert(__builtin_offsetof(PlanRow, ring) == 32);
+static_assert(__builtin_offsetof(PlanRow, slot) == 36);
+static_assert(__builtin_offsetof(PlanRow, n_pages) == 40);
+static_assert(__builtin_offsetof(PlanRow, row) == 44);
 #endif
 
 // Written by the model step, one per plan row (rows that do not sample are ignored).
@@ -483,6 +661,8 @@ struct RingLayout {
   uint64_t slots;
   uint64_t arena;
   uint64_t cq;
+  uint64_t mask_boxes;
+  uint64_t mask_bits;  // bit i of a mask allows token id i
   uint64_t nbytes;
 };
 BLINK_FN constexpr RingLayout ring_layout(const Config& c) {
@@ -501,6 +681,10 @@ BLINK_FN constexpr RingLayout ring_layout(const Config& c) {
   at = align_section(at + sizeof(int32_t) * uint64_t(c.arena_tokens));
   l.cq = at;
   at = align_section(at + sizeof(Event) * uint64_t(c.cq_entries));
+  l.mask_boxes = at;
+  at = align_section(at + sizeof(MaskBox) * uint64_t(c.masks));
+  l.mask_bits = at;
+  at = align_section(at + sizeof(uint32_t) * uint64_t(c.masks) * uint64_t(c.mask_words));
   l.nbytes = at;
   return l;
 }
@@ -511,12 +695,17 @@ struct StateLayout {
   uint64_t header;
   uint64_t rings;
   uint64_t requests;
+  uint64_t sampling;
+  uint64_t bias;  // logit bias by request
   uint64_t running;  // running requests, oldest first
   uint64_t row_stack;  // free block-table rows
   uint64_t block_tables;  // page ids by row
   uint64_t pages;
   uint64_t free_list;  // stack of free pages
   uint64_t quarantine;  // pages released while a step runs
+  uint64_t buckets;  // prefix cache: first page of each hash bucket or -1
+  uint64_t page_tokens;  // prefix cache: tokens of each cached page
+  uint64_t masks;  // grammar mask by block-table row
   uint64_t tokens;  // token pool by request
   uint64_t nbytes;
 };
@@ -532,6 +721,10 @@ BLINK_FN constexpr StateLayout state_layout(const Config& c) {
   at = align_section(at + sizeof(RingState) * uint64_t(c.rings));
   l.requests = at;
   at = align_section(at + sizeof(Request) * uint64_t(c.rings) * uint64_t(c.slots));
+  l.sampling = at;
+  at = align_section(at + sizeof(Sampling) * uint64_t(c.rings) * uint64_t(c.slots));
+  l.bias = at;
+  at = align_section(at + sizeof(BiasPair) * uint64_t(c.rings) * uint64_t(c.slots) * uint64_t(c.max_bias));
   l.running = at;
   at = align_section(at + sizeof(uint32_t) * uint64_t(c.max_rows));
   l.row_stack = at;
@@ -544,6 +737,12 @@ BLINK_FN constexpr StateLayout state_layout(const Config& c) {
   at = align_section(at + sizeof(uint32_t) * uint64_t(c.pages));
   l.quarantine = at;
   at = align_section(at + sizeof(uint32_t) * uint64_t(c.pages));
+  l.buckets = at;
+  at = align_section(at + sizeof(int32_t) * uint64_t(c.pages));
+  l.page_tokens = at;
+  at = align_section(at + sizeof(int32_t) * uint64_t(c.pages) * uint64_t(c.page_size));
+  l.masks = at;
+  at = align_section(at + sizeof(uint32_t) * uint64_t(c.max_rows) * uint64_t(c.mask_words));
   l.tokens = at;
   at = align_section(at + sizeof(int32_t) * uint64_t(c.rings) * uint64_t(c.slots) * uint64_t(c.max_len));
   l.nbytes = at;
@@ -573,6 +772,8 @@ struct PlanLayout {
   uint64_t positions;
   uint64_t kv_slots;  // page * page_size + offset
   uint64_t results;
+  uint64_t top_tokens;  // most probable ids by plan row, best first
+  uint64_t top_logprobs;  // their natural-log probabilities
   uint64_t nbytes;
 };
 BLINK_FN constexpr PlanLayout plan_layout(const Config& c) {
@@ -591,6 +792,10 @@ BLINK_FN constexpr PlanLayout plan_layout(const Config& c) {
   at = align_section(at + sizeof(int64_t) * uint64_t(c.token_budget));
   l.results = at;
   at = align_section(at + sizeof(StepResult) * uint64_t(c.max_rows));
+  l.top_tokens = at;
+  at = align_section(at + sizeof(int32_t) * uint64_t(c.max_rows) * uint64_t(c.max_logprobs));
+  l.top_logprobs = at;
+  at = align_section(at + sizeof(float) * uint64_t(c.max_rows) * uint64_t(c.max_logprobs));
   l.nbytes = at;
   return l;
 }
