@@ -2,8 +2,7 @@
 // Page 0 is null and page 1 takes the writes of padding rows; neither is ever on the free list.
 #pragma once
 
-#include "context.hpp"
-#include "mutant.hpp"
+#include "prefix.hpp"
 
 namespace blink {
 
@@ -13,9 +12,12 @@ BLINK_FN uint32_t pages_for(const Context& c, uint32_t tokens) {
   return (tokens + c.config->page_size - 1) / c.config->page_size;
 }
 
-// Takes one page for `request` and appends it to its block table. False when none is free.
+// Pages that can be had without taking any from a running request.
+BLINK_FN uint32_t available_pages(const Context& c) { return c.head->free_pages + c.head->idle_cached; }
+
+// Takes one page for `request` and appends it to its block table. False when none is free and none can be evicted.
 BLINK_FN bool alloc_page(const Context& c, uint32_t request) {
-  if (c.head->free_pages == 0) return false;
+  if (c.head->free_pages == 0 && !evict_page(c)) return false;
   Request& q = c.requests[request];
   const uint32_t page = c.free_list[--c.head->free_pages];
   Page& p = c.pages[page];
@@ -30,15 +32,19 @@ BLINK_FN bool alloc_page(const Context& c, uint32_t request) {
   return true;
 }
 
-// The one release entry point, idempotent: gives all pages of `request` back. While a step runs they are quarantined,
-// because that step may still read or write them. Returns the number released.
+// The one release entry point, idempotent: gives all pages of `request` back. Those it owns alone are quarantined while a
+// step runs, because that step may still write them. Returns the number released.
 BLINK_FN uint32_t release_pages(const Context& c, uint32_t request) {
   Request& q = c.requests[request];
   const uint32_t count = q.n_pages;
   const bool hold = c.head->in_flight != 0;
-  for (uint32_t i = count; i-- > 0;) {  // last page first, so that the first is taken again first
+  for (uint32_t i = count; i-- > 0;) {  // last page first: the prefix cache evicts in this order
     const uint32_t page = c.table_of(uint32_t(q.row))[i];
     Page& p = c.pages[page];
+    if (p.state == uint32_t(PageState::CACHED)) {
+      unshare_page(c, request, page);
+      continue;
+    }
     p.owner = -1;
     p.refs = 0;
     if (hold) {
@@ -51,8 +57,8 @@ BLINK_FN uint32_t release_pages(const Context& c, uint32_t request) {
     log_event(c, LogLevel::ALL, LogKind::PAGE_FREE, c.ring_of(request), c.slot_of(request), q.generation, page,
               hold ? 1 : 0, 0);
   }
-  q.n_pages = 0;
-  q.computed = 0;
+  q.n_pages = q.computed = q.published = 0;
+  q.chain = 0;
   return count;
 }
 

@@ -4,7 +4,8 @@
 
 #include "checksum.hpp"
 #include "group.hpp"
-#include "lifecycle.hpp"
+#include "lease.hpp"
+#include "mask.hpp"
 
 namespace blink {
 
@@ -15,6 +16,13 @@ struct Judgement {
 };
 
 BLINK_FN bool finite(float x) { return x - x == 0.0f; }
+
+BLINK_FN float float_of(uint32_t bits) {
+  float value;
+  static_assert(sizeof value == sizeof bits);
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 // Sequence number of the submission entry at `index`; never 0.
 BLINK_FN uint32_t sq_seq(uint64_t index) { return uint32_t(index % ((1u << SEQ_BITS) - 1)) + 1; }
@@ -29,6 +37,12 @@ BLINK_FN bool newer_generation(uint32_t a, uint32_t b) {
   return distance != 0 && distance < (1u << (GENERATION_BITS - 1));
 }
 
+inline constexpr uint32_t KNOWN_FLAGS =
+    uint32_t(SlotFlag::IGNORE_EOS) | uint32_t(SlotFlag::NO_PREFIX_CACHE) | uint32_t(SlotFlag::MASKED);
+
+// 32-bit words of a request's payload in the arena: prompt, then logit-bias pairs.
+BLINK_FN uint64_t payload_words(const Slot& s) { return uint64_t(s.prompt_len) + 2 * uint64_t(s.n_bias); }
+
 // What may be said of a descriptor by itself.
 BLINK_FN ErrorReason judge_fields(const Context& c, const Slot& s, bool& ok) {
   ok = false;
@@ -38,17 +52,28 @@ BLINK_FN ErrorReason judge_fields(const Context& c, const Slot& s, bool& ok) {
   if (s.prompt_offset > k.arena_tokens || s.prompt_len > k.arena_tokens - s.prompt_offset) {
     return ErrorReason::BAD_EXTENT;
   }
-  if (!finite(s.temperature) || s.temperature < 0.0f) return ErrorReason::BAD_PARAM;
+  if (s.n_bias > k.max_bias) return ErrorReason::BAD_PARAM;
+  if (payload_words(s) > k.arena_tokens - s.prompt_offset) return ErrorReason::BAD_EXTENT;
+  if (!(finite(s.temperature) && s.temperature >= 0.0f)) return ErrorReason::BAD_PARAM;
   if (!(s.top_p > 0.0f && s.top_p <= 1.0f)) return ErrorReason::BAD_PARAM;
-  if ((s.flags & ~uint32_t(SlotFlag::IGNORE_EOS)) != 0) return ErrorReason::BAD_PARAM;
-  if (s.priority != 0 || s.deadline_us != 0) return ErrorReason::BAD_PARAM;
+  if (!(s.min_p >= 0.0f && s.min_p <= 1.0f)) return ErrorReason::BAD_PARAM;
+  if (!(finite(s.repetition_penalty) && s.repetition_penalty > 0.0f)) return ErrorReason::BAD_PARAM;
+  if (!finite(s.presence_penalty) || !finite(s.frequency_penalty)) return ErrorReason::BAD_PARAM;
+  if (s.min_tokens > s.max_tokens || s.priority >= PRIORITIES) return ErrorReason::BAD_PARAM;
+  // A token and its alternatives must fit into the completion queue beside every slot's terminal event.
+  if (s.logprobs > k.max_logprobs || 1 + logprobs_events(s.logprobs) + k.slots > k.cq_entries) {
+    return ErrorReason::BAD_PARAM;
+  }
+  if ((s.flags & ~KNOWN_FLAGS) != 0) return ErrorReason::BAD_PARAM;
+  const bool masked = (s.flags & uint32_t(SlotFlag::MASKED)) != 0;
+  if (masked ? s.mask_box >= k.masks : s.mask_box != 0) return ErrorReason::BAD_PARAM;
   if (s.n_stop > MAX_STOP_IDS) return ErrorReason::BAD_PARAM;
   for (uint32_t i = 0; i < s.n_stop; ++i) {
     if (s.stop_ids[i] < 0 || uint32_t(s.stop_ids[i]) >= k.vocab) return ErrorReason::BAD_TOKEN;
   }
-  const uint64_t most = uint64_t(s.prompt_len) + s.max_tokens;
-  const uint32_t total = most < k.max_len ? uint32_t(most) : k.max_len;
-  if (pages_for(c, total - 1) > k.pages - RESERVED_PAGES) return ErrorReason::NEVER_FITS;
+  if (pages_for(c, longest(c, s.prompt_len, s.max_tokens) - 1) > k.pages - RESERVED_PAGES) {
+    return ErrorReason::NEVER_FITS;
+  }
   ok = true;
   return ErrorReason::BAD_ENTRY;
 }
@@ -71,24 +96,35 @@ BLINK_FN bool snapshot_slot(const Slot& from, Group& g) {
   return sum == g.scratch.slot.checksum;
 }
 
-// Copies the prompt into the token pool; checks it there, so that a later change by the front end cannot matter.
+// Copies prompt and logit bias into engine memory; checks them there, so that a later change by the front end cannot
+// matter. The slot's previous request may still be in a step whose result will be dropped: it may read what is written.
 template <class Group>
-BLINK_FN Judgement take_prompt(const Context& c, const RingMemory& m, uint32_t request, Group& g) {
+BLINK_FN Judgement take_payload(const Context& c, const RingMemory& m, uint32_t request, Group& g) {
   const Slot& s = g.scratch.slot;
   const uint32_t* src = reinterpret_cast<const uint32_t*>(m.arena) + s.prompt_offset;
   int32_t* dst = c.tokens_of(request);
   uint64_t sum = 0;
-  bool bad = false;
+  bool bad_token = false, bad_bias = false;
   for (uint32_t i = g.rank(); i < s.prompt_len; i += g.size()) {
     const int32_t token = int32_t(read_once(src + i));
     dst[i] = token;
     sum += mix_word(uint32_t(token), i);
-    bad |= token < 0 || uint32_t(token) >= c.config->vocab;
+    bad_token |= token < 0 || uint32_t(token) >= c.config->vocab;
+  }
+  BiasPair* pairs = c.bias_of(request);
+  for (uint32_t i = g.rank(); i < s.n_bias; i += g.size()) {
+    const uint32_t at = s.prompt_len + 2 * i, token = read_once(src + at), bits = read_once(src + at + 1);
+    pairs[i] = {int32_t(token), float_of(bits)};
+    sum += mix_word(token, at) + mix_word(bits, at + 1);
+    bad_token |= token >= c.config->vocab;
+    bad_bias |= !finite(pairs[i].bias);
   }
   sum = g.sum(sum);
-  bad = g.any(bad);
+  bad_token = g.any(bad_token);
+  bad_bias = g.any(bad_bias);
   if (sum != s.prompt_checksum) return {Judgement::RETRY, ErrorReason::CHECKSUM};
-  if (bad) return {Judgement::REFUSE, ErrorReason::BAD_TOKEN};
+  if (bad_token) return {Judgement::REFUSE, ErrorReason::BAD_TOKEN};
+  if (bad_bias) return {Judgement::REFUSE, ErrorReason::BAD_PARAM};
   return {Judgement::ACCEPT, ErrorReason::BAD_ENTRY};
 }
 
@@ -108,7 +144,13 @@ BLINK_FN Judgement judge_submit(const Context& c, const RingMemory& m, uint32_t 
   bool ok;
   const ErrorReason reason = judge_fields(c, s, ok);
   if (!ok) return {Judgement::REFUSE, reason};
-  return take_prompt(c, m, request, g);
+  return take_payload(c, m, request, g);
+}
+
+// Clock at which a request ends that may take `deadline_us`; 0: never.
+BLINK_FN uint64_t expiry(uint64_t clock, uint64_t deadline_us) {
+  if (deadline_us == 0) return 0;
+  return deadline_us < ~uint64_t(0) - clock ? clock + deadline_us : ~uint64_t(0);
 }
 
 // Rank 0: a valid submission becomes a waiting request.
@@ -116,20 +158,36 @@ BLINK_FN void accept(const Context& c, uint32_t ring, uint32_t slot, const Slot&
   const uint32_t request = c.request_index(ring, slot);
   Request& q = c.requests[request];
   q.arrival = c.head->arrivals++;
-  q.seed = s.seed;
   q.tag = s.tag;
+  q.expires = expiry(c.head->clock, s.deadline_us);
+  if (q.expires != 0 && (c.head->next_expiry == 0 || q.expires < c.head->next_expiry)) c.head->next_expiry = q.expires;
+  q.chain = 0;
   q.generation = q.judged = s.generation;
+  q.priority = s.priority;
   q.prompt_len = s.prompt_len;
   q.max_tokens = s.max_tokens;
   q.total = s.prompt_len;
-  q.computed = q.emitted = q.n_pages = q.preemptions = q.paused = 0;
+  q.computed = q.emitted = q.n_pages = q.published = q.cached = q.preemptions = q.paused = q.admitted = 0;
+  q.mask_index = 0;
+  q.mask_box = s.mask_box;
   q.row = -1;
-  q.temperature = s.temperature;
-  q.top_p = s.top_p;
-  q.choice = s.choice;
-  q.flags = s.flags;
-  q.n_stop = s.n_stop;
-  for (uint32_t i = 0; i < MAX_STOP_IDS; ++i) q.stop_ids[i] = s.stop_ids[i];
+  Sampling& p = c.sampling[request];
+  p.seed = s.seed;
+  p.temperature = s.temperature;
+  p.top_p = s.top_p;
+  p.min_p = s.min_p;
+  p.top_k = s.top_k;
+  p.repetition_penalty = s.repetition_penalty;
+  p.presence_penalty = s.presence_penalty;
+  p.frequency_penalty = s.frequency_penalty;
+  p.min_tokens = s.min_tokens;
+  p.prompt_len = s.prompt_len;
+  p.n_bias = s.n_bias;
+  p.logprobs = s.logprobs;
+  p.flags = s.flags;
+  p.choice = s.choice;
+  p.n_stop = s.n_stop;
+  for (uint32_t i = 0; i < MAX_STOP_IDS; ++i) p.stop_ids[i] = s.stop_ids[i];
   ++c.rings[ring].live;
   ++c.head->live;
   log_event(c, LogLevel::DECISIONS, LogKind::ACCEPT, ring, slot, s.generation, s.prompt_len, s.max_tokens,
@@ -162,38 +220,40 @@ BLINK_FN void cancel(const Context& c, uint32_t ring, uint32_t slot, uint32_t ge
   if (!live) ++c.rings[ring].stale_cancels;
 }
 
-// Rank 0: a new front end has attached. Its predecessor's requests end without events, which nobody would read.
-BLINK_FN void change_epoch(const Context& c, uint32_t ring, uint64_t epoch) {
-  RingState& rs = c.rings[ring];
-  uint32_t dropped = 0;
-  for (uint32_t slot = 0; slot < c.config->slots; ++slot) {
-    const uint32_t request = c.request_index(ring, slot);
-    Request& q = c.requests[request];
-    if (q.state == uint32_t(RequestState::RUNNING)) {
-      release_pages(c, request);
-      run_remove(c, request);
-      ++dropped;
-    } else if (q.state == uint32_t(RequestState::WAITING)) {
-      ++dropped;
-    }
-    q.state = uint32_t(RequestState::FREE);
-    q.generation = q.judged = 0;
+// Rank 0: a descriptor or prompt was found torn. True once that has lasted for the visibility deadline.
+BLINK_FN bool out_of_sight(const Context& c, RingState& rs) {
+  if (rs.retries++ == 0) {
+    rs.retry_at = c.head->clock;
+    ++rs.torn;
+    store_release(&c.status->torn, c.status->torn + 1);
   }
-  c.head->live -= dropped;
-  rs.epoch = epoch;
-  rs.sq_next = rs.cq_tail = rs.cq_published = rs.cq_head = 0;
-  rs.wait_head = rs.wait_tail = -1;
-  rs.waiting = rs.live = rs.retries = 0;
-  GpuLine* gpu = c.ring(ring).gpu;
-  store_release(&gpu->sq_head, 0);
-  store_release(&gpu->cq_tail, 0);
-  log_event(c, LogLevel::DECISIONS, LogKind::EPOCH, ring, 0, 0, uint32_t(epoch), dropped, 0);
-  store_release(&gpu->epoch_ack, epoch);
+  return c.head->clock - rs.retry_at >= c.config->visibility_us;
+}
+
+// Rank 0: acts on one entry that has been judged, and moves on.
+BLINK_FN void settle(const Context& c, uint32_t ring, uint64_t word, uint64_t index, const Judgement& j, const Slot& s) {
+  RingState& rs = c.rings[ring];
+  const uint32_t slot = uint32_t(word >> SQ_SLOT_SHIFT) & (MAX_SLOTS - 1);
+  const uint32_t generation = uint32_t(word >> SQ_GENERATION_SHIFT);
+  log_event(c, LogLevel::ALL, LogKind::SQ_ENTRY, ring, slot, generation, uint32_t(word), uint32_t(word >> 32),
+            uint32_t(index));
+  if ((uint32_t(word >> SQ_OP_SHIFT) & 0xF) == uint32_t(Op::CANCEL)) {
+    cancel(c, ring, slot, generation, index);
+  } else if (j.kind == Judgement::ACCEPT) {
+    accept(c, ring, slot, s, index);
+  } else if (j.kind == Judgement::IGNORE) {
+    ++rs.duplicates;
+  } else {
+    refuse(c, ring, slot, generation, j.reason, index);
+  }
+  rs.lease_at = c.head->clock;  // a sign of life
+  rs.retries = 0;
+  ++rs.sq_next;
 }
 
 // Takes the visible entries of one ring in order, at most one lap. Returns the number taken. A cancel needs no credit
 // itself, but waits behind a submission that lacks terminal credit or is still torn (the latter for at most
-// visibility_polls looks): entries are never taken out of order.
+// visibility_us): entries are never taken out of order.
 template <class Group>
 BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   const RingMemory m = c.ring(ring);
@@ -209,11 +269,16 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   if (g.rank() == 0) {
     const uint64_t head = load_acquire(&m.front_end->cq_head);
     if (head >= rs.cq_head && head <= rs.cq_published) {
+      if (head != rs.cq_head) {
+        log_event(c, LogLevel::ALL, LogKind::CREDITS, ring, 0, 0, uint32_t(head), uint32_t(head >> 32), 0);
+      }
       rs.cq_head = head;
     } else if (head != 0) {  // a front end about to attach has cleared it
       ++rs.bad_heads;
     }
+    watch_lease(c, ring);
   }
+  g.sync();
   uint32_t taken = 0;
   constexpr uint32_t seq_mask = (1u << SEQ_BITS) - 1;
   while (taken < c.config->sq_entries) {
@@ -230,27 +295,13 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
       if (g.any(g.rank() == 0 && !terminal_credit(c, rs))) break;
       if (op == uint32_t(Op::SUBMIT)) j = judge_submit(c, m, ring, slot, generation, g);
     }
-    bool stop = false;
+    bool torn = false;
     g.sync();
     if (g.rank() == 0) {
-      if (is_cancel) {
-        cancel(c, ring, slot, generation, index);
-      } else if (j.kind == Judgement::RETRY && rs.retries < c.config->visibility_polls) {
-        if (rs.retries++ == 0) ++rs.torn;
-        stop = true;
-      } else if (j.kind == Judgement::ACCEPT) {
-        accept(c, ring, slot, g.scratch.slot, index);
-      } else if (j.kind == Judgement::IGNORE) {
-        ++rs.duplicates;
-      } else {
-        refuse(c, ring, slot, generation, j.reason, index);
-      }
-      if (!stop) {
-        rs.retries = 0;
-        ++rs.sq_next;
-      }
+      torn = j.kind == Judgement::RETRY && !is_cancel && !out_of_sight(c, rs);
+      if (!torn) settle(c, ring, word, index, j, g.scratch.slot);
     }
-    if (g.any(stop)) break;
+    if (g.any(torn)) break;
     ++taken;
   }
   if (taken > 0 && g.rank() == 0) store_release(&m.gpu->sq_head, rs.sq_next);
@@ -264,11 +315,14 @@ BLINK_FN void beat(const Context& c) {
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) store_release(&c.ring(ring).gpu->heartbeat, next);
 }
 
-// Looks at every ring once, publishes events and the heartbeat. Returns entries taken.
+// Looks at every ring once, takes masks, publishes events and the heartbeat. `now`: microseconds. Returns what it took.
 template <class Group>
-BLINK_FN uint32_t poll_rings(const Context& c, Group& g) {
+BLINK_FN uint32_t poll_rings(const Context& c, Group& g, uint64_t now) {
   uint32_t taken = 0;
+  if (g.rank() == 0) set_clock(c, now);
+  g.sync();
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) taken += poll_ring(c, ring, g);
+  if (c.config->masks > 0) taken += poll_masks(c, g);
   if (g.rank() == 0) {
     publish_events(c);
     beat(c);

@@ -13,20 +13,21 @@ extern "C" __global__ void blink_init(uint8_t* shared, uint8_t* state, uint8_t* 
 
 // `launch` receives 1 if a step is to be launched.
 extern "C" __global__ void blink_boundary(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan,
-                                          uint32_t* launch) {
+                                          uint64_t now, uint32_t* launch) {
   __shared__ Scratch scratch;
   __shared__ unsigned long long cell;
   BlockGroup group(scratch, cell);
   const Context c = make_context(shared, state, log, plan);
-  const bool go = step_boundary(c, group);
+  const bool go = step_boundary(c, group, now);
   if (threadIdx.x == 0) *launch = go ? 1 : 0;
 }
 
-extern "C" __global__ void blink_poll(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint32_t* taken) {
+extern "C" __global__ void blink_poll(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint64_t now,
+                                      uint32_t* taken) {
   __shared__ Scratch scratch;
   __shared__ unsigned long long cell;
   BlockGroup group(scratch, cell);
   const Context c = make_context(shared, state, log, plan);
-  const uint32_t n = poll_rings(c, group);
+  const uint32_t n = poll_rings(c, group, now);
   if (threadIdx.x == 0) *taken = n;
 }

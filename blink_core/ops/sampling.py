@@ -1,82 +1,155 @@
-"""Choosing each row's next token: greedy, or temperature and top-p by an exponential race (design section 7).
+"""Choosing each row's next token (design section 7): greedy, or an exponential race among the ids that temperature,
+top-k, top-p and min-p leave, in this order and after what `ops.logits` does.
 
 The race draws token i of a row with probability p_i: every token gets an independent exponential time -log(u_i) / p_i
-and the first wins. u_i comes from Philox keyed by the request's seed with the token id and the position in the counter,
-so a seeded request gives the same tokens alone and in any batch.
+and the first wins. u_i comes from Philox keyed by the request's seed with the token id, the position and the choice in
+the counter, so a seeded request gives the same tokens alone and in any batch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from blink_core.abi.enums import StepStatus
+from blink_core.ops.logits import SamplingRow, processed
 from blink_core.ops.philox import philox4x32
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
 IDS = npt.NDArray[np.intp]
 
-NO_TOKEN = -1  # token of a row whose logits are not usable
+NO_TOKEN = -1  # token of a row for which none was chosen
 FIRST_CANDIDATES = 256
+BLOCK = 8192  # ids worked on at once: temporaries of a whole vocabulary would cost a page fault every 4 KiB
 
 
-def sample(
-    logits: F32,
-    temperature: F32,
-    top_p: F32,
-    seed: npt.NDArray[np.uint64],
-    choice: npt.NDArray[np.uint32],
-    position: npt.NDArray[np.uint32],
-) -> tuple[npt.NDArray[np.int32], F32, npt.NDArray[np.bool_]]:
-    """Next token of each of S rows.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results of S rows.
 
-    ``logits`` float32 [S, V] with V the true vocabulary; ``temperature`` float32 [S] >= 0, 0 is greedy (the lowest id
-    wins ties); ``top_p`` float32 [S] in (0, 1]; ``seed`` uint64 [S]; ``choice`` uint32 [S]; ``position`` uint32 [S], of
-    the new token in its sequence. Random numbers are only computed for rows with temperature above 0.
-
-    Returns ``(tokens int32 [S], logprobs float32 [S], ok bool [S])``; ``logprobs`` is the log softmax of the raw logits
-    at the token. A row with a NaN, with +inf, or without any finite logit gets ``ok`` False, token -1 and logprob NaN;
-    other rows are not affected. Raises ValueError for wrong shapes or dtypes and for parameters outside their range.
+    tokens int32 [S]; logprobs float32 [S], log softmax of the raw logits at the token; status uint32 [S], StepStatus.
+    top_tokens int32 [S, K], top_logprobs float32 [S, K]: the ids most probable by the raw logits, best first and the
+    lower of equals first, as many as the row asked for; -1 and -inf behind them.
+    Unless its status is OK a row has token -1 and logprob NaN.
     """
-    rows = _validate(logits, temperature, top_p, seed, choice, position)
-    tokens = np.full(rows, NO_TOKEN, dtype=np.int32)
-    logprobs = np.full(rows, np.nan, dtype=np.float32)
-    ok = np.zeros(rows, dtype=np.bool_)
-    for row in range(rows):
-        values = logits[row]
+
+    tokens: I32
+    logprobs: F32
+    status: npt.NDArray[np.uint32]
+    top_tokens: I32
+    top_logprobs: F32
+
+
+def sample(logits: F32, rows: Sequence[SamplingRow], width: int | None = None) -> Sampled:
+    """Next token of each of S rows; no row's result depends on another row.
+
+    logits: float32 [S, V] with V the true vocabulary. rows: S of them. width: K of the result, by default the most
+    alternatives that a row asks for; a row that asks for more gets K.
+
+    Status of a row: NAN_LOGITS if its raw logits hold a NaN or +inf or no finite value; NO_TOKEN if bias, mask and
+    barred ids leave nothing; FAILED if a parameter is outside its range. Raises ValueError for wrong shapes or dtypes.
+    """
+    if logits.dtype != np.float32 or logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must be float32 [S, V], got {logits.dtype} {list(logits.shape)}")
+    count = int(logits.shape[0])
+    if len(rows) != count:
+        raise ValueError(f"{len(rows)} sampling rows for {count} rows of logits")
+    width = max((row.logprobs for row in rows), default=0) if width is None else width
+    result = Sampled(
+        tokens=np.full(count, NO_TOKEN, np.int32),
+        logprobs=np.full(count, np.nan, np.float32),
+        status=np.full(count, StepStatus.OK, np.uint32),
+        top_tokens=np.full((count, width), NO_TOKEN, np.int32),
+        top_logprobs=np.full((count, width), -np.inf, np.float32),
+    )
+    for i, row in enumerate(rows):
+        values = logits[i]
         peak = np.max(values)  # NaN if any is
         if not np.isfinite(peak):
+            result.status[i] = StepStatus.NAN_LOGITS
             continue
-        if temperature[row] == 0:
-            token = int(np.argmax(values))
-        else:
-            token = _race(values, float(peak), row, temperature, top_p, seed, choice, position)
-        shifted = values.astype(np.float64) - float(peak)
-        tokens[row] = token
-        logprobs[row] = shifted[token] - np.log(np.sum(np.exp(shifted)))
-        ok[row] = True
-    return tokens, logprobs, ok
+        token, status = choose(values, row)
+        result.status[i] = status
+        if status != StepStatus.OK:
+            continue
+        norm = log_sum_exp(values, float(peak))
+        result.tokens[i], result.logprobs[i] = token, float(values[token]) - norm
+        wanted = min(row.logprobs, width, values.shape[0])
+        if wanted > 0:
+            top = greatest(values, wanted)
+            top = top[np.argsort(-values[top], kind="stable")]
+            result.top_tokens[i, :wanted] = top
+            result.top_logprobs[i, :wanted] = values[top].astype(np.float64) - norm
+    return result
 
 
-def _race(
-    values: F32,
-    peak: float,
-    row: int,
-    temperature: F32,
-    top_p: F32,
-    seed: npt.NDArray[np.uint64],
-    choice: npt.NDArray[np.uint32],
-    position: npt.NDArray[np.uint32],
-) -> int:
+def choose(logits: F32, row: SamplingRow) -> tuple[int, StepStatus]:
+    """The token of one row with usable raw logits float32 [V], or -1, and its status."""
+    if not row.usable():
+        return NO_TOKEN, StepStatus.FAILED
+    if row.plain and row.temperature == 0:
+        return int(np.argmax(logits)), StepStatus.OK
+    values = logits.astype(np.float64) if row.plain else processed(logits, row)
+    best = int(np.argmax(values))
+    peak = float(values[best])
+    if peak == -np.inf:
+        return NO_TOKEN, StepStatus.NO_TOKEN
+    if row.temperature == 0:
+        return best, StepStatus.OK
+    ids, weights = candidates(values, peak, row)
+    winner, best_score = best, -1.0
+    for start in range(0, ids.shape[0], BLOCK):
+        block = ids[start : start + BLOCK]
+        scores = weights[start : start + BLOCK] / -np.log(uniforms(block, row.seed, row.choice, row.position))
+        first = int(np.argmax(scores))
+        if scores[first] > best_score:  # ids ascend: of equals the lowest stays
+            winner, best_score = int(block[first]), float(scores[first])
+    return winner, StepStatus.OK
+
+
+def log_sum_exp(values: F32, peak: float) -> float:
+    """log(sum(exp(values))) in float64; `peak` is the maximum of `values` float32 [V]."""
+    total = 0.0
+    for start in range(0, values.shape[0], BLOCK):
+        shifted = values[start : start + BLOCK].astype(np.float64)
+        shifted -= peak
+        total += float(np.sum(np.exp(shifted, out=shifted)))
+    return peak + math.log(total)
+
+
+def candidates(values: F64, peak: float, row: SamplingRow) -> tuple[IDS, F64]:
+    """Ids that temperature, top-k, top-p and min-p leave, ascending, and their weights, the greatest weight being 1.
+
+    values: processed logits float64 [V] with maximum `peak`, finite.
+    """
+    size = values.shape[0]
+    ids: IDS | None = greatest(values, row.top_k) if 0 < row.top_k < size else None
+    weights = (values if ids is None else values[ids]) - peak
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
-        weights = np.exp((values.astype(np.float64) - peak) / float(temperature[row]))
-    probabilities = weights / np.sum(weights)
-    ids = nucleus(probabilities, float(top_p[row])) if top_p[row] < 1 else np.arange(values.shape[0])
-    u = uniforms(ids, int(seed[row]), int(choice[row]), int(position[row]))
-    # Ids ascend, and argmax takes the first of equals: the lowest id.
-    return int(ids[np.argmax(probabilities[ids] / -np.log(u))])
+        weights /= row.temperature
+    np.exp(weights, out=weights)
+    if row.top_p < 1.0:  # of what top-k left, as if that were all
+        kept = nucleus(weights / np.sum(weights), row.top_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    if row.min_p > 0.0:
+        kept = np.flatnonzero(weights >= row.min_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    return np.arange(size) if ids is None else ids, weights
+
+
+def greatest(values: F32 | F64, count: int) -> IDS:
+    """Ids of the `count` greatest values, ascending; of equals the lower ids. 1 <= count <= len(values), no NaN."""
+    size = values.shape[0]
+    least = np.partition(values, size - count)[size - count]
+    above = np.flatnonzero(values > least)
+    equal = np.flatnonzero(values == least)[: count - above.size]
+    return np.sort(np.concatenate((above, equal)))
 
 
 def nucleus(probabilities: F64, top_p: float) -> IDS:
@@ -89,8 +162,8 @@ def nucleus(probabilities: F64, top_p: float) -> IDS:
     while True:
         # The candidates are all ids at least as probable as the count-th: a full sort is rarely needed.
         least = np.partition(probabilities, size - count)[size - count]
-        candidates = np.flatnonzero(probabilities >= least)
-        order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
+        found = np.flatnonzero(probabilities >= least)
+        order = found[np.argsort(-probabilities[found], kind="stable")]
         reached = np.flatnonzero(np.cumsum(probabilities[order]) >= top_p)
         if reached.size:
             return np.sort(order[: reached[0] + 1])
@@ -114,19 +187,3 @@ def uniforms(ids: IDS, seed: int, choice: int, position: int) -> F64:
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
     u: F64 = (words[index, ids & 3].astype(np.float64) + 0.5) * 2.0**-32
     return u
-
-
-def _validate(logits: F32, *per_row: npt.NDArray[Any]) -> int:
-    if logits.dtype != np.float32 or logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits must be float32 [S, V], got {logits.dtype} {list(logits.shape)}")
-    rows = int(logits.shape[0])
-    kinds = (np.float32, np.float32, np.uint64, np.uint32, np.uint32)
-    for name, array, kind in zip(("temperature", "top_p", "seed", "choice", "position"), per_row, kinds, strict=True):
-        if array.dtype != kind or array.shape != (rows,):
-            raise ValueError(f"{name} must be {np.dtype(kind)} [{rows}], got {array.dtype} {list(array.shape)}")
-    temperature, top_p = per_row[0], per_row[1]
-    if not np.all((temperature >= 0) & (temperature < np.inf)):
-        raise ValueError(f"temperature must be at least 0 and finite, got {temperature.tolist()}")
-    if not np.all((top_p > 0) & (top_p <= 1)):
-        raise ValueError(f"top_p must be in (0, 1], got {top_p.tolist()}")
-    return rows

@@ -27,7 +27,13 @@ class Plan:
     """One step, as zero-copy views; valid until the callback returns.
 
     rows: PlanRow[R]. token_ids, positions: int32[T]. kv_slots: int64[T]. block_tables: uint32[R, P] page ids, P the
-    longest table of the step. results: StepResult[R], to be filled for rows with `sample` set.
+    longest table of the step. results: StepResult[R], to be filled for rows with `sample` set. sampling: Sampling[R].
+    bias: BiasPair[R, max_bias], the first n_bias of a row count. tokens: int32[R, max_len], of a sampled row the first
+    context_len are its prompt and output. masks: uint32[R, mask_words], counts for rows with `masked` set. eos_ids:
+    int32[E]. top_tokens, top_logprobs: int32 and float32 [R, max_logprobs], to be filled for the alternatives asked for.
+
+    A row whose request was cancelled meanwhile may show its successor's sampling, bias and tokens, checked or not; what
+    it gives is dropped.
     """
 
     step: int
@@ -37,6 +43,13 @@ class Plan:
     kv_slots: Array
     block_tables: Array
     results: Array
+    sampling: Array
+    bias: Array
+    tokens: Array
+    masks: Array
+    eos_ids: Array
+    top_tokens: Array
+    top_logprobs: Array
 
 
 ModelStep = Callable[[Plan], None]
@@ -68,8 +81,13 @@ class CpuRuntime:
         )
         self.scheduler.init()
         self._plan_views = self.layouts["Plan"].views(self.plan.buffer)
-        tables = self.layouts["State"].view(self.state.buffer, "block_tables")
-        self._tables = tables.reshape(config.max_rows, config.max_pages)
+        state, requests = self.layouts["State"].views(self.state.buffer), config.rings * config.slots
+        self._tables = state["block_tables"].reshape(config.max_rows, config.max_pages)
+        self._sampling = state["sampling"]
+        self._bias = state["bias"].reshape(requests, config.max_bias)
+        self._tokens = state["tokens"].reshape(requests, config.max_len)
+        self._masks = state["masks"].reshape(config.max_rows, config.mask_words)
+        self._eos_ids = np.asarray(config.eos_ids, np.int32)
         self._control = self.segment.address + self.layouts["Control"].sections["control"].offset
         self._status = self.segment.address + self.layouts["Control"].sections["status"].offset
 
@@ -90,7 +108,8 @@ class CpuRuntime:
         header = self._plan_views["header"][0]
         n_rows, n_tokens = int(header["n_rows"]), int(header["n_tokens"])
         rows = self._plan_views["rows"][:n_rows]
-        width = int(rows["n_pages"].max())
+        width, requests = int(rows["n_pages"].max()), rows["request"]
+        top = self.config.max_logprobs
         return Plan(
             step=int(header["step"]),
             rows=rows,
@@ -99,6 +118,13 @@ class CpuRuntime:
             kv_slots=self._plan_views["kv_slots"][:n_tokens],
             block_tables=self._tables[rows["row"], :width],
             results=self._plan_views["results"][:n_rows],
+            sampling=self._sampling[requests],
+            bias=self._bias[requests],
+            tokens=self._tokens[requests],
+            masks=self._masks[rows["row"]],
+            eos_ids=self._eos_ids,
+            top_tokens=self._plan_views["top_tokens"][: n_rows * top].reshape(n_rows, top),
+            top_logprobs=self._plan_views["top_logprobs"][: n_rows * top].reshape(n_rows, top),
         )
 
     def serve(self, step: ModelStep) -> None:

@@ -8,9 +8,10 @@ from typing import BinaryIO
 import numpy as np
 
 from blink_core.abi.capture import record_dtype
+from blink_core.abi.definition import MAX_STOP_IDS
 from blink_core.abi.dtypes import Array
-from blink_core.abi.enums import StepStatus
 from blink_core.models import KVPool, Model, StepBatch
+from blink_core.ops.logits import NO_IDS, NO_VALUES, SamplingRow
 from blink_core.ops.sampling import sample
 from blink_core.runtime.cpu import Plan
 
@@ -28,6 +29,48 @@ def step_batch(plan: Plan) -> StepBatch:
         context_lens=rows["context_len"].astype(np.int32),
         block_tables=plan.block_tables.astype(np.int32),
         sample_rows=np.flatnonzero(rows["sample"]).astype(np.int32),
+    )
+
+
+def sampling_row(plan: Plan, index: int) -> SamplingRow:
+    """How the token of plan row `index` is chosen.
+
+    Before min_tokens end-of-sequence ids are barred also for a request that ignores them, and so are its stop ids: as
+    vLLM does. A record may change while the step runs if its request was cancelled, so lengths are bounded here.
+    """
+    record, row = plan.sampling[index], plan.rows[index]
+    context, prompt_len = int(row["context_len"]), int(record["prompt_len"])
+    repetition, presence = float(record["repetition_penalty"]), float(record["presence_penalty"])
+    frequency, n_bias = float(record["frequency_penalty"]), int(record["n_bias"])
+    prompt = output = barred = bias_ids = NO_IDS
+    bias = NO_VALUES
+    if repetition != 1.0 or presence != 0.0 or frequency != 0.0:
+        known = plan.tokens[index][:context]
+        prompt, output = known[:prompt_len], known[prompt_len:]
+    if n_bias:
+        pairs = plan.bias[index][:n_bias]
+        bias_ids, bias = pairs["token"].copy(), pairs["bias"].copy()
+    if int(row["emitted"]) < int(record["min_tokens"]):
+        stops = record["stop_ids"][: min(int(record["n_stop"]), MAX_STOP_IDS)]
+        barred = np.concatenate((plan.eos_ids, stops))
+    return SamplingRow(
+        temperature=float(record["temperature"]),
+        top_k=int(record["top_k"]),
+        top_p=float(record["top_p"]),
+        min_p=float(record["min_p"]),
+        seed=int(record["seed"]),
+        choice=int(record["choice"]),
+        position=context,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        prompt=prompt,
+        output=output,
+        bias_ids=bias_ids,
+        bias=bias,
+        barred=barred,
+        mask=plan.masks[index] if row["masked"] else None,
+        logprobs=int(record["logprobs"]),
     )
 
 
@@ -59,18 +102,14 @@ class ModelStep:
         logits = self._model.forward(batch, self._kv)
         if batch.sample_rows.size == 0:
             return
-        rows = plan.rows[batch.sample_rows]
-        tokens, logprobs, ok = sample(
-            logits,
-            np.ascontiguousarray(rows["temperature"]),
-            np.ascontiguousarray(rows["top_p"]),
-            np.ascontiguousarray(rows["seed"]),
-            np.ascontiguousarray(rows["choice"]),
-            np.ascontiguousarray(rows["context_len"]),
-        )
+        chosen = batch.sample_rows
+        width = plan.top_tokens.shape[1]
+        sampled = sample(logits, [sampling_row(plan, index) for index in chosen.tolist()], width)
         results = plan.results
-        results["token"][batch.sample_rows] = tokens
-        results["logprob"][batch.sample_rows] = logprobs
-        results["status"][batch.sample_rows] = np.where(ok, StepStatus.OK, StepStatus.NAN_LOGITS)
+        results["token"][chosen] = sampled.tokens
+        results["logprob"][chosen] = sampled.logprobs
+        results["status"][chosen] = sampled.status
+        if width:
+            plan.top_tokens[chosen], plan.top_logprobs[chosen] = sampled.top_tokens, sampled.top_logprobs
         if self._capture is not None:
-            self._capture.append(plan.step, rows, tokens, logits)
+            self._capture.append(plan.step, plan.rows[chosen], sampled.tokens, logits)

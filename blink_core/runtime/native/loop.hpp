@@ -17,6 +17,10 @@ namespace blink {
 
 using Clock = std::chrono::steady_clock;
 
+inline uint64_t clock_us() {
+  return uint64_t(std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count());
+}
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -65,13 +69,14 @@ class Scheduler {
   ~Scheduler() { join(); }
 
   void init() { init_state(context_); }
-  bool boundary() {
-    if (group_size_ == 1) return step_boundary(context_, group_);
-    return run_team(scratch_, group_size_, [this](auto& group) { return step_boundary(context_, group); });
+  // `now`: microseconds on any clock that does not go back; the caller's, so that a test decides what time it is.
+  bool boundary(uint64_t now) {
+    if (group_size_ == 1) return step_boundary(context_, group_, now);
+    return run_team(scratch_, group_size_, [&](auto& group) { return step_boundary(context_, group, now); });
   }
-  uint32_t poll() {
-    if (group_size_ == 1) return poll_rings(context_, group_);
-    return run_team(scratch_, group_size_, [this](auto& group) { return poll_rings(context_, group); });
+  uint32_t poll(uint64_t now) {
+    if (group_size_ == 1) return poll_rings(context_, group_, now);
+    return run_team(scratch_, group_size_, [&](auto& group) { return poll_rings(context_, group, now); });
   }
   const Context& context() const { return context_; }
   bool running() const { return thread_.joinable(); }
@@ -142,18 +147,20 @@ class Scheduler {
       nanosleep(&ts, nullptr);
       beat(context_);
     }
+    set_clock(context_, clock_us());
+    excuse_leases(context_);
   }
 
   void run() {
     prctl(PR_SET_TIMERSLACK, 1000UL);  // naps of 20 us would otherwise take 70
     Backoff idle(std::chrono::microseconds(100), std::chrono::microseconds(20));
     while (true) {
-      const bool launch = boundary();
+      const bool launch = boundary(clock_us());
       publish_events(context_);
       if (EngineState(context_.head->state) == EngineState::STOPPED) break;
       hold_if_asked();
       if (!launch) {
-        if (poll() > 0) {
+        if (poll(clock_us()) > 0) {
           idle.reset();
         } else {
           idle.wait();
@@ -163,7 +170,7 @@ class Scheduler {
       set_phase(LAUNCHED);
       Backoff during(std::chrono::microseconds(50), std::chrono::microseconds(20));
       do {  // at least one look at the rings a step, so that no pace of the model starves them
-        if (poll() == 0) during.wait();
+        if (poll(clock_us()) == 0) during.wait();
       } while (phase_.load(std::memory_order_acquire) != DONE && !stop_overdue());
       uint32_t expected = LAUNCHED;
       const bool overdue = phase_.compare_exchange_strong(expected, IDLE, std::memory_order_acq_rel);
@@ -201,7 +208,7 @@ inline uint64_t run_noop(Scheduler& scheduler, uint64_t steps) {
   const Context& c = scheduler.context();
   uint64_t done = 0;
   for (uint64_t i = 0; i < steps; ++i) {
-    if (scheduler.boundary()) {
+    if (scheduler.boundary(i)) {
       ++done;
       for (uint32_t r = 0; r < c.plan->n_rows; ++r) {
         c.results[r].token = int32_t((i + r) % c.config->vocab);
@@ -209,7 +216,7 @@ inline uint64_t run_noop(Scheduler& scheduler, uint64_t steps) {
         c.results[r].status = uint32_t(StepStatus::OK);
       }
     }
-    scheduler.poll();
+    scheduler.poll(i);
     for (uint32_t ring = 0; ring < c.config->rings; ++ring) {
       const RingMemory m = c.ring(ring);
       store_release(&m.front_end->cq_head, load_acquire(&m.gpu->cq_tail));

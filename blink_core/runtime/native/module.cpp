@@ -98,8 +98,8 @@ NB_MODULE(_native, m) {
           },
           nb::arg("shared"), nb::arg("state"), nb::arg("log"), nb::arg("plan"), nb::arg("group_size") = 1)
       .def("init", [](Scheduler& self) { idle(self).init(); })
-      .def("boundary", [](Scheduler& self) { return idle(self).boundary(); })
-      .def("poll", [](Scheduler& self) { return idle(self).poll(); })
+      .def("boundary", [](Scheduler& self, uint64_t now) { return idle(self).boundary(now); }, nb::arg("now_us") = 0)
+      .def("poll", [](Scheduler& self, uint64_t now) { return idle(self).poll(now); }, nb::arg("now_us") = 0)
       .def(
           "start", [](Scheduler& self, uint32_t grace_ms) { self.start(std::chrono::milliseconds(grace_ms)); },
           nb::arg("stop_grace_ms") = 10000)
