@@ -28,8 +28,8 @@ class Plan:
 
     rows: PlanRow[R]. token_ids, positions: int32[T]. kv_slots: int64[T]. block_tables: uint32[R, P] page ids, P the
     longest table of the step. results: StepResult[R], to be filled for rows with `sample` set. sampling: Sampling[R].
-    bias: BiasPair[R, max_bias], the first n_bias of a row count. tokens: int32[R, max_len], of a sampled row the first
-    context_len are its prompt and output. masks: uint32[R, mask_words], counts for rows with `masked` set. eos_ids:
+    bias: BiasPair[R, max_bias], the first n_bias of a row count. tokens: R views int32[max_len], of a sampled row the
+    first context_len are its prompt and output. masks: uint32[R, mask_words], counts for rows with `masked` set. eos_ids:
     int32[E]. top_tokens, top_logprobs: int32 and float32 [R, max_logprobs], to be filled for the alternatives asked for.
 
     A row whose request was cancelled meanwhile may show its successor's sampling, bias and tokens, checked or not; what
@@ -45,7 +45,7 @@ class Plan:
     results: Array
     sampling: Array
     bias: Array
-    tokens: Array
+    tokens: list[Array]
     masks: Array
     eos_ids: Array
     top_tokens: Array
@@ -120,7 +120,7 @@ class CpuRuntime:
             results=self._plan_views["results"][:n_rows],
             sampling=self._sampling[requests],
             bias=self._bias[requests],
-            tokens=self._tokens[requests],
+            tokens=[self._tokens[request] for request in requests],
             masks=self._masks[rows["row"]],
             eos_ids=self._eos_ids,
             top_tokens=self._plan_views["top_tokens"][: n_rows * top].reshape(n_rows, top),
