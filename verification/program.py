@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blink_core.abi.params import SamplingParams
+from verification.sampling_draw import draw_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ class Program:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Program:
         def params(raw: dict[str, Any]) -> SamplingParams:
-            return SamplingParams(**(raw | {"stop_token_ids": tuple(raw["stop_token_ids"])}))
+            # JSON has lists where parameters have tuples.
+            bias = tuple((token, value) for token, value in raw.get("logit_bias", ()))
+            return SamplingParams(**(raw | {"stop_token_ids": tuple(raw["stop_token_ids"]), "logit_bias": bias}))
 
         return cls(
             tuple(
@@ -95,10 +98,9 @@ def draw_program(rng: random.Random, shape: Shape, texts: Sequence[Sequence[int]
         hot = rng.random() < shape.sampled
         params = SamplingParams(
             max_tokens=new,
-            temperature=rng.choice((0.5, 1.0, 1.5)) if hot else 0.0,
-            top_p=rng.choice((0.3, 0.6, 0.9, 1.0)) if hot else 1.0,
             seed=rng.getrandbits(64),
             ignore_eos=shape.ignore_eos,
+            **draw_sampling(rng, shape.vocab, new, hot=hot),
         )
         cancel = rng.randint(0, new) if rng.random() < shape.cancels else None
         after = rng.randint(0, 3 * index) if index and rng.random() < 0.5 else 0

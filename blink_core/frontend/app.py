@@ -21,13 +21,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blink_core.frontend.asgi import ClientGone, EventStream, read_body, send_error, send_json, until_disconnect
+from blink_core.frontend.asgi import (
+    ClientGone,
+    EventStream,
+    check_content_type,
+    read_body,
+    send_error,
+    send_json,
+    until_disconnect,
+)
 from blink_core.frontend.chat import ChatTemplate
 from blink_core.frontend.engine_api import EngineClient, EngineError, Overloaded
-from blink_core.frontend.errors import ApiError, from_engine, internal_error, unavailable
+from blink_core.frontend.errors import ApiError, from_engine, internal_error, shorten, unavailable
 from blink_core.frontend.generation import ChoiceEnd, Piece, generate_all, generate_choice
 from blink_core.frontend.prepare import PreparedRequest, Preparer, PromptPlan, model_not_found
-from blink_core.frontend.responses import DONE, ChatShape, CompletionShape, Shape, sse, usage
+from blink_core.frontend.responses import DONE, Answer, ChatShape, CompletionShape, Shape, Usage, sse, usage
 from blink_core.frontend.stop import StopMatcher
 from blink_core.frontend.tokenizer import Tokenizer
 
@@ -36,7 +44,8 @@ log = logging.getLogger("blink.frontend")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Limits and deadlines of the HTTP side. Bytes and seconds; `max_prompts` bounds one request's choices.
+    """Limits and deadlines of the HTTP side. Bytes and seconds; `max_choices` bounds one request's choices,
+    that is its prompts times n.
 
     max_body_bytes 0 means: enough for any prompt the model takes, as text or ids, ten times over.
     """
@@ -44,7 +53,7 @@ class ServerConfig:
     served_name: str
     eos_token_ids: tuple[int, ...] = ()
     max_body_bytes: int = 0
-    max_prompts: int = 64
+    max_choices: int = 64
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0
     event_timeout_s: float = 600.0
@@ -68,7 +77,7 @@ class FrontEnd:
             engine.limits,
             served_name=config.served_name,
             eos_token_ids=config.eos_token_ids,
-            max_prompts=config.max_prompts,
+            max_choices=config.max_choices,
         )
 
     def close(self) -> None:
@@ -117,12 +126,18 @@ class FrontEnd:
         config = self._config
         request_id: str = scope["blink.request_id"]
         limit = config.body_limit(self._engine.limits.max_model_len)
+        check_content_type(scope)
         body = await read_body(scope, receive, limit=limit, timeout_s=config.body_timeout_s)
 
         async def work() -> None:
             request = await prepare(body)
             self._check_health()
-            shape = shape_type(f"{prefix}-{request_id}", config.served_name, include_usage=request.include_usage)
+            shape = shape_type(
+                f"{prefix}-{request_id}",
+                config.served_name,
+                include_usage=request.include_usage,
+                token_bytes=None if request.alternatives is None else self._tokenizer.token_bytes,
+            )
             items = generate_all(request.plans, self._source(request, request_id))
             try:
                 if request.stream:
@@ -160,16 +175,10 @@ class FrontEnd:
     async def _whole(
         self, send: Send, request: PreparedRequest, shape: Shape, items: AsyncIterator[Piece | ChoiceEnd]
     ) -> None:
-        texts: list[list[str]] = [[] for _ in request.plans]
-        reasons = [""] * len(request.plans)
-        tokens = 0
+        answers = [Answer() for _ in request.plans]
         async for item in items:
-            texts[item.choice].append(item.text)
-            if isinstance(item, ChoiceEnd):
-                reasons[item.choice] = item.finish_reason
-                tokens += item.completion_tokens
-        counts = usage(request.prompt_tokens, tokens)
-        await send_json(send, 200, shape.whole(["".join(parts) for parts in texts], reasons, counts))
+            answers[item.choice].add(item)
+        await send_json(send, 200, shape.whole(answers, _usage(request, answers)))
 
     async def _stream(
         self,
@@ -180,19 +189,19 @@ class FrontEnd:
         request_id: str,
     ) -> None:
         stream = EventStream(send, self._config.send_timeout_s)
-        tokens = 0
+        ended = [Answer() for _ in request.plans]  # only the ends are kept
         try:
             async for item in items:
                 if not stream.started:
                     for chunk in shape.first_chunks(len(request.plans)):
                         await stream.write(sse(chunk))
-                if item.text:
-                    await stream.write(sse(shape.text_chunk(item.choice, item.text)))
+                if item.text or item.logprobs:
+                    await stream.write(sse(shape.text_chunk(item)))
                 if isinstance(item, ChoiceEnd):
                     await stream.write(sse(shape.last_chunk(item.choice, item.finish_reason)))
-                    tokens += item.completion_tokens
+                    ended[item.choice].add(item)
             if request.include_usage:
-                await stream.write(sse(shape.usage_chunk(usage(request.prompt_tokens, tokens))))
+                await stream.write(sse(shape.usage_chunk(_usage(request, ended))))
             await stream.write(DONE)
         except ClientGone:
             raise
@@ -201,6 +210,11 @@ class FrontEnd:
                 raise
             await stream.write(sse(_as_api_error(error, request_id).body()))
         await stream.end()
+
+
+def _usage(request: PreparedRequest, answers: list[Answer]) -> Usage:
+    cached = request.cached_tokens([answer.cached_tokens for answer in answers])
+    return usage(request.prompt_tokens, sum(answer.completion_tokens for answer in answers), cached)
 
 
 class _Endpoint:
@@ -264,7 +278,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 from routing."""
     assert isinstance(error, HTTPException)
     what = {404: "Unknown path", 405: "Method not allowed for"}.get(error.status_code, error.detail)
-    api_error = ApiError(error.status_code, f"{what}: {request.method} {request.url.path}")
+    api_error = ApiError(error.status_code, f"{what}: {shorten(request.method)} {shorten(request.url.path)}")
     return JSONResponse(api_error.body(), status_code=error.status_code, headers=error.headers)
 
 
@@ -293,4 +307,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
         Route("/health", front_end.health, methods=["GET"]),
     ]
     handlers = {HTTPException: _http_exception, Exception: _unexpected}
-    return _RequestIds(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers))
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    # A path with a slash too many is unknown: a redirect would lose the body of a POST with many clients.
+    app.router.redirect_slashes = False
+    return _RequestIds(app)

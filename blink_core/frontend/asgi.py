@@ -13,12 +13,31 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from blink_core.frontend.errors import ApiError
+from blink_core.frontend.errors import ApiError, shorten
 from blink_core.frontend.responses import to_json
 
 
 class ClientGone(Exception):
     """The client closed its connection, or stopped reading for longer than the send deadline."""
+
+
+def check_content_type(scope: Scope) -> None:
+    """Raises ApiError 415 unless the body is declared as JSON in UTF-8.
+
+    A browser sends other types to foreign servers without asking them first, so taking those as JSON would let any web
+    page use a server on its reader's machine.
+    """
+    declared = Headers(scope=scope).get("content-type", "")
+    kind, _, rest = declared.partition(";")
+    parameters = dict(part.strip().lower().partition("=")[::2] for part in rest.split(";") if part.strip())
+    charset = parameters.get("charset", "utf-8").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("utf-8", "utf8"):
+        found = f"'{shorten(declared)}'" if declared else "missing"
+        raise ApiError(
+            415,
+            f"The Content-Type header is {found}; it must be 'application/json' (in UTF-8).",
+            code="unsupported_media_type",
+        )
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int, timeout_s: float) -> bytes:

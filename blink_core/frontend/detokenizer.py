@@ -42,6 +42,10 @@ class DetokenizerFactory(Protocol):
 
     def __call__(self) -> Detokenizer: ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to the text, by itself; b"" for ids that never show."""
+        ...
+
 
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes as printable characters: the printable Latin-1 bytes stand for themselves, the other
@@ -123,6 +127,12 @@ class ByteFallbackFactory:
 
     def __call__(self) -> Detokenizer:
         return _ByteFallbackStream(self)
+
+    def token_bytes(self, token: int) -> bytes:
+        unit = self.unit(token)
+        if unit is None:
+            return b""
+        return bytes([unit]) if isinstance(unit, int) else unit.encode("utf-8")
 
     def unit(self, token: int) -> str | int | None:
         """Text, or a byte value, or None for a token that never shows."""

@@ -9,35 +9,46 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from blink_core.abi.definition import MAX_LOGPROBS
 from blink_core.abi.enums import ErrorReason, FinishReason
 from blink_core.abi.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Sizes that bound a request, all counts of tokens except `slots` (requests in flight on this ring)."""
+    """Sizes that bound a request, all counts of tokens except `slots` (requests in flight on this ring), `max_bias`
+    (logit-bias pairs of one request) and `max_logprobs` (alternatives of one token)."""
 
     max_model_len: int
     vocab_size: int
     max_prompt_len: int
     slots: int
+    max_bias: int = 300
+    max_logprobs: int = MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One sampled token. `index` counts from 0; `logprob` is the natural-log softmax of the raw logits at `token`."""
+    """One sampled token. `index` counts from 0; `logprob` is the natural-log softmax of the raw logits at `token`.
+
+    top_logprobs: as many (id, logprob) as `SamplingParams.logprobs` asked for, most probable first; `token` need not be
+    among them.
+    """
 
     index: int
     token: int
     logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The terminal event of a request that did not fail; `tokens` is the number of TOKEN events before it."""
+    """The terminal event of a request that did not fail; `tokens` is the number of TOKEN events before it,
+    `cached_tokens` the number of prompt tokens whose KV came from the prefix cache."""
 
     reason: FinishReason
     tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from blink_core.frontend.engine_api import (
     Overloaded,
     TokenOutput,
 )
-from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull
+from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull, decode_logprobs
 from blink_core.runtime.descriptor import DescriptorError, EngineDescriptor
 from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
@@ -59,6 +59,7 @@ class RingEngineClient:
         self._heartbeat_limit_s = heartbeat_limit_s
         self._started = _start_time(pid)
         self._queues: dict[tuple[int, int], asyncio.Queue[Output]] = {}
+        self._alternatives: dict[tuple[int, int], list[tuple[int, float]]] = {}  # of tokens that are still to come
         self._tags = itertools.count(1)
         self._failure: str | None = None
         self._state = EngineState.READY
@@ -145,6 +146,7 @@ class RingEngineClient:
         self._failure = why  # again: a late `_recover` of an earlier loss may have run in between
         # Forgotten at once: after a new attach the same slot and generation name another request.
         queues, self._queues = self._queues, {}
+        self._alternatives.clear()
         for queue in queues.values():
             queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {why}"))
 
@@ -152,15 +154,22 @@ class RingEngineClient:
         self._failure = None
 
     def _dispatch(self, events: Array) -> None:
-        for event in events.tolist():
+        pairs = decode_logprobs(events)
+        for at, event in enumerate(events.tolist()):
             _seq, slot, kind, reason, generation, index, token, logprob, _step = event
-            queue = self._queues.get((slot, generation))
+            key = slot, generation
+            queue = self._queues.get(key)
             if queue is None:
                 continue  # cancelled: its consumer is gone
             if kind == EventKind.TOKEN:
-                queue.put_nowait(TokenOutput(index, token, logprob))
+                queue.put_nowait(TokenOutput(index, token, logprob, tuple(self._alternatives.pop(key, ()))))
+            elif kind == EventKind.LOGPROBS:
+                count = int(pairs[at]["count"])
+                ids, values = pairs[at]["tokens"][:count].tolist(), pairs[at]["logprobs"][:count].tolist()
+                known = self._alternatives.setdefault(key, [])
+                known += [pair for pair in zip(ids, values, strict=True) if pair[0] >= 0]  # -1: a tiny vocabulary
             elif kind == EventKind.FINISH:
-                queue.put_nowait(Finished(FinishReason(reason), index))
+                queue.put_nowait(Finished(FinishReason(reason), index, max(0, token)))
             elif kind == EventKind.ERROR:
                 queue.put_nowait(EngineError(ErrorReason(reason), _explain(ErrorReason(reason))))
 
@@ -184,6 +193,7 @@ class RingEngineClient:
         finally:
             if self._queues.get((handle.slot, handle.generation)) is queue:
                 del self._queues[handle.slot, handle.generation]
+                self._alternatives.pop((handle.slot, handle.generation), None)
                 if not terminal:
                     self._cancel(handle)
 
@@ -192,6 +202,8 @@ class RingEngineClient:
             handle = self._ring.submit(prompt, params, tag=next(self._tags))
         except RingFull as e:
             raise Overloaded(str(e)) from e
+        except ValueError as e:  # e.g. more logit bias than the arena holds beside the prompt
+            raise EngineError(ErrorReason.BAD_PARAM, str(e)) from e
         except (TransportError, ProtocolError) as e:
             raise EngineError(ErrorReason.ENGINE_DEAD, str(e)) from e
         # Events are dispatched on this loop, hence only after this registration.
@@ -230,6 +242,9 @@ _EXPLANATIONS = {
     ErrorReason.NAN_LOGITS: "the model produced NaN for this request",
     ErrorReason.DRAINING: "the engine is shutting down",
     ErrorReason.MODEL_ERROR: "the model step failed",
+    ErrorReason.DEADLINE: "the request's own deadline passed",
+    ErrorReason.LEASE_LOST: "the front end did not renew its lease in time, so the engine dropped its requests",
+    ErrorReason.NO_TOKEN: "logit_bias, min_tokens and the grammar leave no token that may be chosen",
 }
 
 
@@ -291,6 +306,8 @@ async def connect(
         vocab_size=config.vocab,
         max_prompt_len=config.max_len - 1,
         slots=config.slots,
+        max_bias=config.max_bias,
+        max_logprobs=config.max_logprobs,
     )
     loop = asyncio.get_running_loop()
     return RingEngineClient(client, limits, descriptor.pid, loop, heartbeat_limit_s=heartbeat_limit_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pydantic_core
+
 from blink_core.abi.enums import ErrorReason
 from blink_core.frontend.engine_api import EngineError, Overloaded
 
@@ -57,11 +59,28 @@ def internal_error(request_id: str) -> ApiError:
 
 
 # The engine re-validates every slot (design section 3); these reasons mean that the request itself cannot be served.
-_CLIENT_FAULTS = {ErrorReason.BAD_LENGTH, ErrorReason.BAD_TOKEN, ErrorReason.BAD_PARAM, ErrorReason.NEVER_FITS}
+_CLIENT_FAULTS = {
+    *(ErrorReason.BAD_LENGTH, ErrorReason.BAD_TOKEN, ErrorReason.BAD_PARAM, ErrorReason.NEVER_FITS),
+    ErrorReason.NO_TOKEN,
+}
+SHOWN = 100  # characters of a client's own value that an error repeats
+
+
+def shown(value: object) -> str:
+    """A client's value as JSON, cut to `SHOWN` characters: no error sends megabytes back."""
+    return shorten(pydantic_core.to_json(value, inf_nan_mode="constants").decode())
+
+
+def shorten(text: str, limit: int = SHOWN) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def from_engine(error: EngineError | Overloaded) -> ApiError:
-    """Map what the engine client raises to an HTTP error: 400, 429 with Retry-After, 500 or 503."""
+    """Map what the engine client raises to an HTTP error: 400, 429 with Retry-After, 500, 503 or 504.
+
+    A deadline is a 504 that says "do not retry": the OpenAI clients repeat a 408 or 504 on their own otherwise, and
+    this limit was the client's own.
+    """
     if isinstance(error, Overloaded):
         return ApiError(
             429,
@@ -75,6 +94,17 @@ def from_engine(error: EngineError | Overloaded) -> ApiError:
         return unavailable(f"The engine is dead: {error.message}", code=code)
     if error.reason is ErrorReason.DRAINING:
         return unavailable(f"The engine is draining: {error.message}", code=code, retry_after_s=5.0)
+    if error.reason is ErrorReason.LEASE_LOST:
+        return unavailable(f"The engine dropped the request: {error.message}", code=code, retry_after_s=1.0)
+    if error.reason is ErrorReason.DEADLINE:
+        return ApiError(
+            504,
+            f"The request was not finished within its 'timeout': {error.message}",
+            type=SERVER_ERROR,
+            param="timeout",
+            code=code,
+            headers={"x-should-retry": "false"},
+        )
     if error.reason in _CLIENT_FAULTS:
         return bad_request(f"The engine refused the request ({error.reason.name}): {error.message}", code=code)
     return ApiError(

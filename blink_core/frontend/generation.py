@@ -15,26 +15,36 @@ from blink_core.abi.enums import ErrorReason, FinishReason
 from blink_core.frontend.detokenizer import Detokenizer
 from blink_core.frontend.engine_api import EngineClient, EngineError, Finished, TokenOutput
 from blink_core.frontend.errors import unavailable
+from blink_core.frontend.logprobs import LogprobQueue, TokenLogprob
 from blink_core.frontend.prepare import PromptPlan
 from blink_core.frontend.stop import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token added to a choice's visible text; often nothing, because text is held back."""
+    """What one token added to a choice's visible text; often nothing, because text is held back.
+
+    logprobs: tokens whose text is now complete; none unless the plan asks for log probabilities.
+    """
 
     choice: int
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """End of one choice. finish_reason is "stop" or "length"; `text` is what was still held back."""
+    """End of one choice. finish_reason is "stop" or "length"; `text` and `logprobs` are what was still held back.
+
+    cached_tokens: of the prompt, from the prefix cache; None if the answer ended before the engine said so.
+    """
 
     choice: int
     text: str
     finish_reason: str
     completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int | None = None
 
 
 _FINISH = {
@@ -61,27 +71,37 @@ async def generate_choice(
     Closing the generator, or cancelling its task, cancels the request on the engine.
     """
     events = engine.generate(plan.prompt, plan.params, request_id=request_id)
-    tokens = 0
+    listed = LogprobQueue() if plan.logprobs else None
+    tokens = shown = 0
     try:
         while True:
             event = await _next_event(events, event_timeout_s)
             if isinstance(event, TokenOutput):
                 tokens += 1
-                shown = "" if event.token in plan.hidden else detokenizer.push(event.token)
-                text = stop.push(shown) if shown else ""
+                made = "" if event.token in plan.hidden else detokenizer.push(event.token)
+                if listed is not None and event.token not in plan.hidden:
+                    listed.add(event, len(made))
+                text = stop.push(made) if made else ""
+                shown += len(text)
                 if stop.matched is None:
-                    yield Piece(choice, text)
+                    yield Piece(choice, text, () if listed is None else listed.release(shown))
                     continue
                 await _close(events)  # before the consumer takes the end: the engine should not sample one token more
-                yield ChoiceEnd(choice, text, "stop", tokens)
+                yield ChoiceEnd(choice, text, "stop", tokens, () if listed is None else listed.cut(shown))
                 return
             reason = _FINISH.get(event.reason)
             if reason is None:
                 raise EngineError(ErrorReason.DRAINING, "the engine cancelled the request")
-            text = stop.push(detokenizer.finish())
+            made = detokenizer.finish()
+            text = stop.push(made)
             if stop.matched is not None:
                 reason = "stop"
-            yield ChoiceEnd(choice, text + stop.finish(), reason, tokens)
+            text += stop.finish()
+            last: tuple[TokenLogprob, ...] = ()
+            if listed is not None:
+                listed.text(len(made))
+                last = listed.finish() if stop.matched is None else listed.cut(shown + len(text))
+            yield ChoiceEnd(choice, text, reason, tokens, last, event.cached_tokens)
             return
     finally:
         await _close(events)

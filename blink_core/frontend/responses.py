@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pydantic_core
+
+from blink_core.frontend.generation import ChoiceEnd, Piece
+from blink_core.frontend.logprobs import TokenBytes, TokenLogprob, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -19,32 +24,63 @@ def sse(value: Any) -> bytes:
     return b"data: " + pydantic_core.to_json(value) + b"\n\n"
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+Usage = dict[str, Any]
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
+    """`prompt_tokens_details` is null where the engine did not say how much of the prompt it found in its cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
     }
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice of a whole response, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+    def add(self, item: Piece | ChoiceEnd) -> None:
+        self.texts.append(item.text)
+        self.logprobs += item.logprobs
+        if isinstance(item, ChoiceEnd):
+            self.finish_reason, self.completion_tokens = item.finish_reason, item.completion_tokens
+            self.cached_tokens = item.cached_tokens
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class Shape(Protocol):
     """How one kind of response looks."""
 
     def first_chunks(self, choices: int) -> list[dict[str, Any]]: ...
-    def text_chunk(self, choice: int, text: str) -> dict[str, Any]: ...
+    def text_chunk(self, item: Piece | ChoiceEnd) -> dict[str, Any]: ...
     def last_chunk(self, choice: int, finish_reason: str) -> dict[str, Any]: ...
-    def usage_chunk(self, counts: dict[str, int]) -> dict[str, Any]: ...
-    def whole(self, texts: list[str], reasons: list[str], counts: dict[str, int]) -> dict[str, Any]: ...
+    def usage_chunk(self, counts: Usage) -> dict[str, Any]: ...
+    def whole(self, answers: list[Answer], counts: Usage) -> dict[str, Any]: ...
 
 
 class _Shape:
-    """Fields that all chunks of one response share. With `include_usage` every chunk has a `usage` of null but one."""
+    """Fields that all chunks of one response share. With `include_usage` every chunk has a `usage` of null but one.
 
-    def __init__(self, id: str, model: str, *, include_usage: bool) -> None:
+    token_bytes: spells tokens; None if no log probabilities are wanted.
+    """
+
+    def __init__(self, id: str, model: str, *, include_usage: bool, token_bytes: TokenBytes | None) -> None:
         self._id = id
         self._created = int(time.time())
         self._model = model
         self._include_usage = include_usage
+        self._token_bytes = token_bytes
 
     def _head(self, object: str) -> dict[str, Any]:
         return {"id": self._id, "object": object, "created": self._created, "model": self._model}
@@ -60,29 +96,39 @@ class ChatShape(_Shape):
     def first_chunks(self, choices: int) -> list[dict[str, Any]]:
         return [self._delta(choice, {"role": "assistant", "content": ""}, None) for choice in range(choices)]
 
-    def text_chunk(self, choice: int, text: str) -> dict[str, Any]:
-        return self._delta(choice, {"content": text}, None)
+    def text_chunk(self, item: Piece | ChoiceEnd) -> dict[str, Any]:
+        return self._delta(item.choice, {"content": item.text}, None, item.logprobs)
 
     def last_chunk(self, choice: int, finish_reason: str) -> dict[str, Any]:
         return self._delta(choice, {}, finish_reason)
 
-    def usage_chunk(self, counts: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, counts: Usage) -> dict[str, Any]:
         return {**self._chunk("chat.completion.chunk", []), "usage": counts}
 
-    def whole(self, texts: list[str], reasons: list[str], counts: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: list[Answer], counts: Usage) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs(answer.logprobs),
+                "finish_reason": answer.finish_reason,
             }
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            for index, answer in enumerate(answers)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": counts}
 
-    def _delta(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self._token_bytes is None else chat_logprobs(tokens, self._token_bytes)
+
+    def _delta(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        tokens: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if tokens else None
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._chunk("chat.completion.chunk", [entry])
 
 
@@ -90,20 +136,26 @@ class CompletionShape(_Shape):
     def first_chunks(self, choices: int) -> list[dict[str, Any]]:
         return []
 
-    def text_chunk(self, choice: int, text: str) -> dict[str, Any]:
-        return self._chunk("text_completion", [self._entry(choice, text, None)])
+    def text_chunk(self, item: Piece | ChoiceEnd) -> dict[str, Any]:
+        logprobs = self._logprobs(item.logprobs) if item.logprobs else None
+        return self._chunk("text_completion", [self._entry(item.choice, item.text, logprobs, None)])
 
     def last_chunk(self, choice: int, finish_reason: str) -> dict[str, Any]:
-        return self._chunk("text_completion", [self._entry(choice, "", finish_reason)])
+        return self._chunk("text_completion", [self._entry(choice, "", None, finish_reason)])
 
-    def usage_chunk(self, counts: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, counts: Usage) -> dict[str, Any]:
         return {**self._chunk("text_completion", []), "usage": counts}
 
-    def whole(self, texts: list[str], reasons: list[str], counts: dict[str, int]) -> dict[str, Any]:
-        pairs = enumerate(zip(texts, reasons, strict=True))
-        choices = [self._entry(index, text, reason) for index, (text, reason) in pairs]
+    def whole(self, answers: list[Answer], counts: Usage) -> dict[str, Any]:
+        choices = [
+            self._entry(index, answer.text, self._logprobs(answer.logprobs), answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
         return {**self._head("text_completion"), "choices": choices, "usage": counts}
 
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self._token_bytes is None else completion_logprobs(tokens, self._token_bytes)
+
     @staticmethod
-    def _entry(choice: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": choice, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _entry(choice: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ from blink_core.abi.definition import (
     SQ_OP_SHIFT,
     SQ_SLOT_SHIFT,
 )
-from blink_core.abi.dtypes import EVENT, SLOT, Array
+from blink_core.abi.dtypes import BIAS_PAIR, DTYPES, EVENT, LOGPROBS_EVENT, SLOT, Array
 from blink_core.abi.enums import EventKind, Op, SlotFlag
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.request_slot import describe
 from blink_core.transport.checksum import seal_slot, words_checksum
 from blink_core.transport.interface import Transport, TransportTimeout, deadline_after
 
 _GENERATIONS = 1 << GENERATION_BITS
+_MASK_BOX = DTYPES["MaskBox"]
+_LEASE_RENEWALS = 10  # in one lease
+_ANY_BOX = -1
 
 
 class RingFull(Exception):
@@ -36,17 +41,26 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """One accepted request: its slot, the slot's generation, and its submission-queue index."""
+    """One accepted request: its slot, the slot's generation, its submission-queue index, and its mask mailbox."""
 
     slot: int
     generation: int
     sq_index: int
+    mask_box: int | None = None
 
 
 def sq_word(index: int, op: int, slot: int, generation: int) -> int:
     """The 8-byte submission entry at `index`. Its sequence number is never 0: cleared memory is no entry."""
     seq = index % ((1 << SEQ_BITS) - 1) + 1
     return seq | op << SQ_OP_SHIFT | slot << SQ_SLOT_SHIFT | generation << SQ_GENERATION_SHIFT
+
+
+def decode_logprobs(events: Array) -> Array:
+    """`events` of `RingClient.poll` as `LogprobsEvent`s over the same bytes; meaningful where the kind is LOGPROBS.
+
+    Each holds the next alternatives, most probable first, of the TOKEN event of its request that follows.
+    """
+    return events.view(LOGPROBS_EVENT)
 
 
 class RingClient:
@@ -61,6 +75,11 @@ class RingClient:
         self._at = {name: section.offset for name, section in layout.sections.items()}
         self._io_timeout = io_timeout
         self._lock = threading.Lock()
+        self._lease_lock = threading.Lock()
+        self._lease = 0
+        # Seconds after which the lease is renewed with the next use of the ring; infinite where leases never lapse.
+        self._lease_every = config.lease_us / 1e6 / _LEASE_RENEWALS if config.lease_us else float("inf")
+        self._lease_due = float("inf")  # until attached
         self._forget()
 
     def _forget(self) -> None:
@@ -71,9 +90,10 @@ class RingClient:
         self._cancelled: set[tuple[int, int]] = set()
         self._sq_tail = 0
         self._cq_head = 0
-        # Extents in use, oldest first: (submission index, start). The arena is a circular buffer of tokens.
+        # Extents in use, oldest first: (submission index, start). The arena is a circular buffer of words.
         self._extents: deque[tuple[int, int]] = deque()
         self._arena_next = 0
+        self._free_boxes = deque(range(self.config.masks))
 
     # ---- transport helpers
 
@@ -105,7 +125,13 @@ class RingClient:
             epoch = self._word("front_end", 0) + 1
             # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
             self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
+            # Generations begin anew too: a mask of the old epoch could be taken for a new request's.
+            if self.config.masks:
+                self._write(self._at["mask_boxes"], bytes(_MASK_BOX.itemsize * self.config.masks))
             self._set_word("front_end", 2, 0)
+            with self._lease_lock:
+                self._lease = self._word("front_end", 1)
+            self.renew_lease()
             deadline = deadline_after(timeout)
             self._transport.wait(self._set_word("front_end", 0, epoch), deadline)
             seen = self._word("gpu", 0)
@@ -118,6 +144,19 @@ class RingClient:
             self._forget()
             return epoch
 
+    def renew_lease(self) -> None:
+        """Changes the lease word. `poll`, `submit` and `cancel` do so often enough; a front end that calls none of them
+        for Config.lease_us loses its requests to ERROR LEASE_LOST."""
+        with self._lease_lock:
+            # The word is 64 bits wide and never wraps in practice; a foreign value at its top must not stop us.
+            self._lease = (self._lease + 1) % (1 << 64)
+            self._lease_due = time.monotonic() + self._lease_every
+            self._set_word("front_end", 1, self._lease)
+
+    def _keep_lease(self) -> None:
+        if time.monotonic() >= self._lease_due:
+            self.renew_lease()
+
     def engine_words(self) -> tuple[int, int]:
         """(heartbeat, EngineState) as the scheduler last published them."""
         return self._word("gpu", 3), self._word("gpu", 4)
@@ -129,10 +168,10 @@ class RingClient:
 
     # ---- submission
 
-    def _reserve_extent(self, tokens: int) -> int:
+    def _reserve_extent(self, words: int) -> int:
         size = self.config.arena_tokens
-        if tokens > size:
-            raise ValueError(f"prompt of {tokens} tokens is larger than the arena of {size}")
+        if words > size:
+            raise ValueError(f"prompt and logit bias of {words} words are larger than the arena of {size}")
         head = self._word("gpu", 1)
         while self._extents and self._extents[0][0] < head:
             self._extents.popleft()
@@ -141,22 +180,26 @@ class RingClient:
         oldest = self._extents[0][1]
         at = self._arena_next
         if at >= oldest:
-            if size - at >= tokens:
+            if size - at >= words:
                 return at
             at = 0
-        # One token stays free, so that a full arena is not mistaken for an empty one.
-        if oldest - at > tokens:
+        # One word stays free, so that a full arena is not mistaken for an empty one.
+        if oldest - at > words:
             return at
-        raise RingFull(f"arena of {size} tokens has no room for {tokens}")
+        raise RingFull(f"arena of {size} words has no room for {words}")
 
     def _sq_space(self) -> int:
         return self.config.sq_entries - (self._sq_tail - self._word("gpu", 1))
 
-    def submit(self, prompt: Sequence[int] | Array, params: SamplingParams, *, tag: int = 0) -> Handle:
-        """Publishes one request: prompt, descriptor, then entry. "Accepted" means this returned.
+    def submit(
+        self, prompt: Sequence[int] | Array, params: SamplingParams, *, tag: int = 0, masked: bool = False
+    ) -> Handle:
+        """Publishes one request: payload, descriptor, then entry. "Accepted" means this returned.
 
-        prompt: token ids, int32. Raises RingFull when there is no slot, entry or arena space, ValueError for values
-        that the descriptor or the arena cannot hold; everything else is judged by the engine.
+        prompt: token ids, int32. masked: each of its tokens needs a grammar mask (`post_mask`); its mailbox is chosen
+        here and stands in the handle, unless `params.mask_box` names one. Raises RingFull when there is no slot, entry,
+        mailbox or arena space, ValueError for values that the descriptor or the arena cannot hold; everything else is
+        judged by the engine.
         """
         try:
             tokens = np.asarray(prompt, dtype=np.int64)
@@ -166,68 +209,102 @@ class RingClient:
             raise ValueError(f"prompt has shape {tokens.shape}, must be one-dimensional")
         if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
             raise ValueError(f"prompt holds ids from {tokens.min()} to {tokens.max()}, beyond 32 bits")
-        slot = np.zeros(1, SLOT)
+        slot, bias = describe(params)
         slot["prompt_len"] = tokens.size
-        self._fill(slot, params)
         slot["tag"] = tag
-        return self.submit_slot(slot, tokens.astype("<i4"))
+        box = params.mask_box
+        if box is None and masked:
+            if not self.config.masks:
+                raise ValueError("a grammar mask is asked for, but the engine has no mask mailboxes")
+            box = _ANY_BOX
+        return self._submit(slot, tokens.astype("<i4"), bias, box=box)
 
-    @staticmethod
-    def _fill(slot: Array, params: SamplingParams) -> None:
-        limits = {"max_tokens": 32, "seed": 64, "choice": 32}
-        for name, bits in limits.items():
-            value = getattr(params, name)
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name} is {value}, must be from 0 to {(1 << bits) - 1}")
-            slot[name] = value
-        with np.errstate(over="ignore"):  # beyond float32 it is infinite, which the engine refuses
-            slot["temperature"], slot["top_p"] = params.temperature, params.top_p
-        slot["flags"] = SlotFlag.IGNORE_EOS if params.ignore_eos else 0
-        stops = params.stop_token_ids
-        room = slot["stop_ids"].shape[1]
-        if len(stops) > room:
-            raise ValueError(f"{len(stops)} stop token ids, at most {room}")
-        for token in stops:
-            if not -(2**31) <= token < 2**31:
-                raise ValueError(f"stop token id {token} is beyond 32 bits")
-        slot["n_stop"] = len(stops)
-        slot["stop_ids"][0, : len(stops)] = stops
-
-    def submit_slot(self, slot: Array, tokens: Array, *, seal: bool = True) -> Handle:
-        """Publishes a prepared descriptor. `submit` uses it; verification uses it to publish malformed ones.
+    def submit_slot(self, slot: Array, tokens: Array, bias: Array | None = None, *, seal: bool = True) -> Handle:
+        """Publishes a prepared descriptor; verification uses it to publish malformed ones.
 
         slot: one-element `Slot` array; generation and prompt_offset are filled in here, and prompt_checksum and
-        checksum too unless `seal` is False. tokens: int32 prompt, written to the arena.
+        checksum too unless `seal` is False. tokens: int32 prompt, written to the arena, and behind it `bias`, a
+        `BiasPair` array. No mailbox is reserved for it.
 
         A write that cannot be posted leaves nothing taken. Raises TransportTimeout or TransportError too when a posted
         write does not complete: whether the engine has the request is unknown then, so its slot stays taken until its
         terminal event or the next epoch.
         """
+        return self._submit(slot, tokens, np.zeros(0, BIAS_PAIR) if bias is None else bias, seal=seal)
+
+    def _submit(self, slot: Array, tokens: Array, bias: Array, *, seal: bool = True, box: int | None = None) -> Handle:
+        payload = np.concatenate((tokens.astype("<i4", copy=False), bias.view("<i4")))
+        self._keep_lease()
         with self._lock:
             if not self._free:
                 raise RingFull(f"all {self.config.slots} slots are in use")
             # A cancel of every live request must find room as well.
             if self._sq_space() <= len(self._live) + 1:
                 raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
-            offset = self._reserve_extent(max(1, tokens.size))
+            box = self._pick_box(box)
+            if box is not None:
+                slot["flags"] |= np.uint32(SlotFlag.MASKED)
+                slot["mask_box"] = box
+            offset = self._reserve_extent(max(1, payload.size))
             index = self._free[0]
             generation = self._generation[index] % (_GENERATIONS - 1) + 1  # never 0
             slot["generation"], slot["prompt_offset"] = generation, offset
             if seal:
-                slot["prompt_checksum"] = words_checksum(tokens) if tokens.size else 0
+                slot["prompt_checksum"] = words_checksum(payload) if payload.size else 0
                 seal_slot(slot)
-            self._write(self._at["arena"] + 4 * offset, tokens.tobytes())
+            self._write(self._at["arena"] + 4 * offset, payload.tobytes())
             self._write(self._at["slots"] + SLOT.itemsize * index, slot.tobytes())
-            handle = Handle(index, generation, self._sq_tail)
+            handle = Handle(index, generation, self._sq_tail, box)
             work = self._publish(Op.SUBMIT, index, generation)
             # A write that fails above leaves nothing taken.
             self._free.popleft()
+            if box is not None:
+                self._free_boxes.remove(box)
             self._generation[index] = generation
             self._extents.append((handle.sq_index, offset))
-            self._arena_next = offset + max(1, tokens.size)
+            self._arena_next = offset + max(1, payload.size)
             self._live[index, generation] = handle
         self._await(work)
         return handle
+
+    def _pick_box(self, box: int | None) -> int | None:
+        """The mailbox to use; not yet taken."""
+        if box is None:
+            return None
+        if box != _ANY_BOX and not 0 <= box < self.config.masks:
+            raise ValueError(f"mask_box is {box}, the engine has {self.config.masks} mailboxes")
+        if box == _ANY_BOX and self._free_boxes:
+            return self._free_boxes[0]
+        if box not in self._free_boxes:
+            what = f"all {self.config.masks} mask mailboxes are" if box == _ANY_BOX else f"mask mailbox {box} is"
+            raise RingFull(f"{what} in use")
+        return box
+
+    def post_mask(self, handle: Handle, index: int, bits: Array) -> bool:
+        """Publishes the grammar mask of the token at output position `index`: bits, checksum, then the ready word.
+
+        bits: uint32 [Config.mask_words], bit i % 32 of word i // 32 allows token id i. A mask is taken once, when its
+        token is planned; the next one may be posted when that token has been polled. False, and nothing is written, if
+        the request has ended. Raises ValueError for a request without mailbox, another shape, or an index that 28 bits
+        do not hold; TransportError or TransportTimeout if the writes do not complete.
+        """
+        if handle.mask_box is None:
+            raise ValueError(f"the request in slot {handle.slot} was submitted without masks")
+        words = self.config.mask_words
+        if bits.dtype != np.uint32 or bits.shape != (words,):
+            raise ValueError(f"mask is {bits.dtype} {list(bits.shape)}, must be uint32 [{words}]")
+        if not 0 <= index < 2**28 - 1:
+            raise ValueError(f"output index is {index}, must be from 0 to {2**28 - 2}")
+        at = self._at["mask_boxes"] + _MASK_BOX.itemsize * handle.mask_box
+        self._keep_lease()
+        with self._lock:
+            if (handle.slot, handle.generation) not in self._live:
+                return False
+            self._write(self._at["mask_bits"] + 4 * words * handle.mask_box, bits.astype("<u4").tobytes())
+            self._write(at + 8, words_checksum(bits).to_bytes(8, "little"))
+            work = self._write(at, (handle.generation << 40 | handle.slot << 28 | index + 1).to_bytes(8, "little"))
+        self._await(work)
+        return True
 
     def _publish(self, op: Op, slot: int, generation: int) -> int:
         at = self._at["sq"] + 8 * (self._sq_tail & (self.config.sq_entries - 1))
@@ -241,6 +318,7 @@ class RingClient:
         Raises RingFull if the queue is full, TransportError or TransportTimeout if the entry could not be written.
         """
         key = handle.slot, handle.generation
+        self._keep_lease()
         with self._lock:
             if key not in self._live or key in self._cancelled:
                 return
@@ -255,11 +333,12 @@ class RingClient:
     def poll(self, timeout: float, *, consume: bool = True) -> Array:
         """Events published since the last call, as an `Event` array, waiting up to `timeout` seconds for the first.
 
+        Those of kind LOGPROBS are read by `decode_logprobs`. The lease is renewed as long as this waits.
         The tail is read before the events, and credits go back after they have been copied. `consume=False` keeps
         the credits until `release_credits`, so that a test can be a slow front end. Raises ProtocolError on an event
         out of sequence.
         """
-        tail = self._transport.wait_word(self._at["gpu"] + 16, self._cq_head, timeout)
+        tail = self._await_events(timeout)
         count = tail - self._cq_head
         if count == 0:
             return np.zeros(0, EVENT)
@@ -283,10 +362,25 @@ class RingClient:
         ended = events[events["kind"] >= EventKind.FINISH]  # FINISH or ERROR
         with self._lock:
             for key in zip(ended["slot"].tolist(), ended["generation"].tolist(), strict=True):
-                if self._live.pop(key, None) is not None:
+                ended_handle = self._live.pop(key, None)
+                if ended_handle is not None:
                     self._cancelled.discard(key)
                     self._free.append(key[0])
+                    if ended_handle.mask_box is not None:
+                        self._free_boxes.append(ended_handle.mask_box)
         return events
+
+    def _await_events(self, timeout: float) -> int:
+        """The completion tail, waiting up to `timeout` seconds for it to move."""
+        deadline = deadline_after(timeout)
+        while True:
+            self._keep_lease()
+            left = deadline - time.monotonic()
+            tail = self._transport.wait_word(
+                self._at["gpu"] + 16, self._cq_head, max(0.0, min(left, self._lease_every))
+            )
+            if tail != self._cq_head or left <= self._lease_every:
+                return tail
 
     def release_credits(self) -> None:
         """Returns the credits of all events polled so far. That write is awaited with the next read or submission."""

@@ -2,107 +2,35 @@
 
 Parameters that the API defines and Blink does not implement are accepted at the value that means "off" and refused
 otherwise, naming the parameter; a name that the API does not define is refused too, because ignoring it would
-answer another question than the one asked. Extensions beyond the API: `stop_token_ids`, `ignore_eos`.
+answer another question than the one asked.
+
+Extensions beyond the API, named and meant as in vLLM: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `ignore_eos`, `priority` (0 to 3, 0 is served first). Blink's own: `timeout`, seconds after which the
+engine ends the request (HTTP 504), and `prefix_cache`, false to neither use nor fill it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
 from typing import Any, Literal, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from blink_core.frontend.errors import ApiError, bad_request
+from blink_core.abi.definition import MAX_LOGPROBS, PRIORITIES
+from blink_core.frontend.errors import ApiError, bad_request, shorten, shown
+from blink_core.frontend.json_body import parse_json
+from blink_core.frontend.unsupported import CHAT, COMPLETION, MESSAGE, drop_inert
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024  # characters; matching takes memory by the character
 MAX_STOP_TOKEN_IDS = 8  # of the slot format (design section 3)
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_TIMEOUT_S = 86_400.0
+_ID = re.compile(r"0|[1-9][0-9]*")
 
 _Sized = TypeVar("_Sized", str, list[Any])
 _Model = TypeVar("_Model", bound=BaseModel)
 Prompt = str | list[str] | list[int] | list[list[int]]
-
-
-def _one_of(*allowed: object) -> Callable[[object], bool]:
-    # `1 == True` in Python, so types are compared too
-    return lambda value: any(type(value) is type(choice) and value == choice for choice in allowed)
-
-
-def _number(*allowed: float) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value in allowed
-
-
-def _any_of(*types: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, types)
-
-
-# Parameter -> the values, besides null, that ask for nothing Blink lacks.
-_INERT_COMMON: dict[str, Callable[[object], bool]] = {
-    "n": _one_of(1),
-    "logit_bias": _one_of({}),
-    "presence_penalty": _number(0),
-    "frequency_penalty": _number(0),
-    "user": _any_of(str),
-}
-_INERT_COMPLETION: dict[str, Callable[[object], bool]] = {
-    **_INERT_COMMON,
-    "best_of": _one_of(1),
-    "echo": _one_of(False),
-    "logprobs": _one_of(),
-    "suffix": _one_of(),
-}
-_INERT_CHAT: dict[str, Callable[[object], bool]] = {
-    **_INERT_COMMON,
-    "audio": _one_of(),
-    "function_call": _one_of("none"),
-    "functions": _one_of([]),
-    "logprobs": _one_of(False),
-    "metadata": _any_of(dict),
-    "modalities": _one_of(["text"]),
-    "parallel_tool_calls": _any_of(bool),
-    "prediction": _one_of(),
-    "prompt_cache_key": _any_of(str),
-    "reasoning_effort": _one_of(),
-    "response_format": _one_of({"type": "text"}),
-    "safety_identifier": _any_of(str),
-    "service_tier": _one_of("auto", "default"),
-    "store": _one_of(False),
-    "tool_choice": _one_of("none", "auto"),
-    "tools": _one_of([]),
-    "top_logprobs": _one_of(),
-    "verbosity": _one_of("medium"),
-    "web_search_options": _one_of(),
-}
-_INERT_MESSAGE: dict[str, Callable[[object], bool]] = {
-    "annotations": _one_of([]),
-    "audio": _one_of(),
-    "function_call": _one_of(),
-    "refusal": _one_of(),
-    "tool_call_id": _one_of(),
-    "tool_calls": _one_of([]),
-}
-
-
-def _drop_inert(data: Any, inert: Mapping[str, Callable[[object], bool]], where: str = "") -> Any:
-    """Return `data` without the parameters in `inert`. Raises ApiError if one has a value that Blink lacks."""
-    if not isinstance(data, dict):
-        return data
-    for name, harmless in inert.items():
-        value = data.get(name)
-        if value is not None and not harmless(value):
-            param = where + name
-            raise bad_request(
-                f"Unsupported value for '{param}': {_shown(value)} is not supported by this server.",
-                param=param,
-                code="unsupported_value",
-            )
-    return {key: value for key, value in data.items() if key not in inert}
-
-
-def _shown(value: object) -> str:
-    text = pydantic_core.to_json(value, inf_nan_mode="constants").decode()
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 class StreamOptions(BaseModel):
@@ -118,15 +46,31 @@ class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    prefix_cache: bool | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _n(cls, value: int | None) -> int | None:
+        return _at_least("n", value, 1)
 
     @field_validator("temperature")
     @classmethod
@@ -138,17 +82,64 @@ class _Request(BaseModel):
     def _top_p(cls, value: float | None) -> float | None:
         return _within("top_p", value, 0.0, 1.0)
 
+    @field_validator("min_p")
+    @classmethod
+    def _min_p(cls, value: float | None) -> float | None:
+        return _within("min_p", value, 0.0, 1.0)
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k(cls, value: int | None) -> int | None:
+        return _at_least("top_k", value, -1)  # 0 and -1 keep all
+
+    @field_validator("repetition_penalty")
+    @classmethod
+    def _repetition_penalty(cls, value: float | None) -> float | None:
+        return _within("repetition_penalty", value, 0.01, 100.0)
+
+    @field_validator("presence_penalty")
+    @classmethod
+    def _presence_penalty(cls, value: float | None) -> float | None:
+        return _within("presence_penalty", value, -2.0, 2.0)
+
+    @field_validator("frequency_penalty")
+    @classmethod
+    def _frequency_penalty(cls, value: float | None) -> float | None:
+        return _within("frequency_penalty", value, -2.0, 2.0)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _logit_bias(cls, value: object) -> object:
+        return None if value is None else check_logit_bias(value)
+
     @field_validator("seed")
     @classmethod
     def _seed(cls, value: int | None) -> int | None:
         if value is not None and not -(2**63) <= value < 2**64:
-            raise _invalid("seed", f"{value} does not fit in 64 bits")
+            raise _invalid("seed", f"{shown(value)} does not fit in 64 bits")
         return value
 
     @field_validator("max_tokens")
     @classmethod
     def _max_tokens(cls, value: int | None) -> int | None:
-        return _at_least_one("max_tokens", value)
+        return _at_least("max_tokens", value, 1)
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _min_tokens(cls, value: int | None) -> int | None:
+        return _at_least("min_tokens", value, 0)
+
+    @field_validator("priority")
+    @classmethod
+    def _priority(cls, value: int | None) -> int | None:
+        if value is not None and not 0 <= value < PRIORITIES:
+            raise _invalid("priority", f"{shown(value)} is outside the range from 0 to {PRIORITIES - 1}")
+        return value
+
+    @field_validator("timeout")
+    @classmethod
+    def _timeout(cls, value: float | None) -> float | None:
+        return _within("timeout", value, 1e-6, MAX_TIMEOUT_S)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -163,6 +154,9 @@ class _Request(BaseModel):
             raise _invalid("stop", f"{len(strings)} stop strings, the limit is {MAX_STOP_STRINGS}")
         if "" in strings:
             raise _invalid("stop", "a stop string must not be empty")
+        longest = max(map(len, strings), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise _invalid("stop", f"a stop string has {longest} characters, the limit is {MAX_STOP_LENGTH}")
         return strings
 
     @field_validator("stop_token_ids")
@@ -189,6 +183,29 @@ class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @field_validator("logprobs")
+    @classmethod
+    def _logprobs(cls, value: int | None) -> int | None:
+        return _alternatives("logprobs", value)
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            raise bad_request(
+                f"Unsupported value for 'best_of': {shown(self.best_of)} is not supported by this server; only the "
+                f"value of 'n', {shown(n)}, is.",
+                param="best_of",
+                code="unsupported_value",
+            )
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most probable ids wanted with each token; None if no log probabilities are wanted."""
+        return self.logprobs
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -220,11 +237,23 @@ class ChatRequest(_Request):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, value: int | None) -> int | None:
+        return _alternatives("top_logprobs", value)
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most probable ids wanted with each token; None if no log probabilities are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @field_validator("max_completion_tokens")
     @classmethod
     def _max_completion_tokens(cls, value: int | None) -> int | None:
-        return _at_least_one("max_completion_tokens", value)
+        return _at_least("max_completion_tokens", value, 1)
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -239,27 +268,37 @@ class ChatRequest(_Request):
         super().model_post_init(context)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise _invalid("max_tokens", "give either 'max_tokens' or 'max_completion_tokens', not both")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _invalid("top_logprobs", "only allowed when 'logprobs' is true")
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError."""
-    return _validate(CompletionRequest, _drop_inert(parse_json(body), _INERT_COMPLETION))
+    return _validate(CompletionRequest, drop_inert(parse_json(body), COMPLETION))
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises ApiError."""
-    return _validate(ChatRequest, _drop_inert(parse_json(body), _INERT_CHAT))
+    return _validate(ChatRequest, drop_inert(parse_json(body), CHAT))
 
 
-def parse_json(body: bytes) -> Any:
-    """Strict JSON: no NaN, no invalid UTF-8, no lone surrogate, bounded nesting. Raises ApiError 400."""
-    try:
-        data = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"We could not parse the JSON body of your request: {error}", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise bad_request("The body must be a JSON object.", code="invalid_json")
-    return data
+def check_logit_bias(value: object) -> dict[int, float]:
+    """{"token id": bias} with biases from -100 to 100; ids as plain decimal numbers, so that no two keys name one id.
+
+    Raises ApiError 400.
+    """
+    if not isinstance(value, dict):
+        raise _invalid("logit_bias", "expected an object that maps token ids to biases")
+    result = {}
+    for key, bias in value.items():
+        if not isinstance(key, str) or not _ID.fullmatch(key) or len(key) > 10:
+            raise _invalid("logit_bias", f"{shown(key)} is not a token id (a decimal number without sign or leading 0)")
+        if not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise _invalid(f"logit_bias.{key}", f"{shown(bias)} is not a number")
+        if not -100 <= bias <= 100:  # also for what is not finite
+            raise _invalid(f"logit_bias.{key}", f"{shown(bias)} is outside the range from -100 to 100")
+        result[int(key)] = float(bias)
+    return result
 
 
 def check_prompt(value: object) -> Prompt:
@@ -295,7 +334,7 @@ def _message(item: object, where: str) -> object:
             param=f"{where}.role",
             code="unsupported_value",
         )
-    message: dict[str, Any] = _drop_inert(item, _INERT_MESSAGE, f"{where}.")
+    message: dict[str, Any] = drop_inert(item, MESSAGE, f"{where}.")
     return {**message, "content": _content(message.get("content"), f"{where}.content")}
 
 
@@ -311,7 +350,7 @@ def _content(value: object, where: str) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise bad_request(
-                f"Unsupported content part type {_shown(kind)} in '{where}[{index}]'; supported: \"text\".",
+                f"Unsupported content part type {shown(kind)} in '{where}[{index}]'; supported: \"text\".",
                 param=f"{where}[{index}].type",
                 code="unsupported_content_part",
             )
@@ -334,12 +373,13 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     param = ""
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
+    param = shorten(param)
     if first["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return bad_request(f"Invalid value for '{param}': {first['msg']}.", param=param, code=code)
+    return bad_request(f"Invalid value for '{param}': {shorten(first['msg'], 300)}.", param=param, code=code)
 
 
 def _invalid(param: str, why: str) -> ApiError:
@@ -352,7 +392,13 @@ def _within(param: str, value: float | None, low: float, high: float) -> float |
     return value
 
 
-def _at_least_one(param: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise _invalid(param, f"{value} is less than the minimum of 1")
+def _at_least(param: str, value: int | None, low: int) -> int | None:
+    if value is not None and value < low:
+        raise _invalid(param, f"{shown(value)} is less than the minimum of {low}")
+    return value
+
+
+def _alternatives(param: str, value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise _invalid(param, f"{shown(value)} is outside the range from 0 to {MAX_LOGPROBS}")
     return value

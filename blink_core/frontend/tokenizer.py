@@ -75,6 +75,14 @@ class Tokenizer:
         """Full decode, special tokens skipped."""
         return str(self.backend.decode(ids, skip_special_tokens=True))
 
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token, often part of a character; a special token as it is spelled, b"" for an id without a
+        piece (models have padding rows beyond their vocabulary)."""
+        found = self._detokenizers.token_bytes(token)
+        if found or token < 0:
+            return found
+        return (self.backend.id_to_token(token) or "").encode("utf-8")
+
     def special_token_id(self, text: str) -> int | None:
         """Id of the special token spelled `text`, which the decoded output never shows; None if it is not one."""
         token = self.backend.token_to_id(text)

@@ -1,11 +1,18 @@
-"""The sampler's rule in float64, written from the design alone (section 7): which token must a sampled row give?
+"""The sampler's rule in float64, written from the design (section 7) and published definitions: which token must a row
+give?
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the request's seed, and
-the exponential race: of the nucleus the id with the largest p / -log(u) wins. Nothing here comes from the engine.
+Order: logit bias, grammar mask, ids barred by min_tokens, repetition penalty, presence and frequency penalty,
+temperature, top-k, top-p, min-p. Then the exponential race: of the ids that are left the one with the largest
+p / -log(u) wins, u from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by
+the request's seed. Nothing here comes from the engine.
+
+Repetition penalty: Keskar et al., "CTRL" (2019), in the sign-aware form of HuggingFace and vLLM. Presence and frequency
+penalty, logit bias: the OpenAI API reference. Nucleus: Holtzman et al. (2020). Min-p: Nguyen et al. (2024).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 U32 = NDArray[np.uint32]
 F64 = NDArray[np.float64]
+BOOL = NDArray[np.bool_]
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -23,6 +31,8 @@ MASK = 0xFFFFFFFF
 # An engine that computes its probabilities in float32 may be off by about 2^-23 times the largest scaled logit, a few
 # 1e-5 in relation; two candidates nearer than this cannot be told apart.
 NEAR = 1e-4
+# The same for logits that bias or penalties have changed, in relation to the greatest of them.
+NEAR_LOGIT = 2.0**-20
 
 
 def philox4x32_10(counter: ArrayLike, key: tuple[int, int]) -> U32:
@@ -56,7 +66,12 @@ def uniforms(vocabulary: int, *, seed: int, choice: int, position: int) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One sampled row: the engine's logits float32 [V], the token it emitted there, and what had been asked for."""
+    """One row: the engine's raw logits float32 [V], the token it emitted there (-1: it says that there is none), and
+    what had been asked for; field meanings are those of `blink_core.abi.params.SamplingParams`.
+
+    position: of this token in its sequence. prompt, output: ids before it. eos: end-of-sequence ids. mask: ids that a
+    grammar allows, None for all.
+    """
 
     logits: NDArray[np.float32]
     token: int
@@ -65,58 +80,175 @@ class SampledRow:
     seed: int
     choice: int
     position: int
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+    mask: frozenset[int] | None = None
 
 
 class Agreement(StrEnum):
     """How an emitted token stands to the rule. NEAR and EDGE are within rounding and are counted."""
 
     SAME = "same"
-    NEAR = "near"  # its race score is within NEAR of the winner's
-    EDGE = "edge"  # it wins with a top_p within NEAR of the one asked for
+    NEAR = "near"  # its race score, or its logit where greedy, is within rounding of the winner's
+    EDGE = "edge"  # it wins if an edge of top_k, top_p or min_p is moved by NEAR
     WRONG = "wrong"
+
+
+def single(value: float) -> float:
+    """A parameter as the descriptor carries it, in float32."""
+    return float(np.float32(value))
+
+
+def adjusted(row: SampledRow) -> F64:
+    """Logits float64 [V] after bias, mask, min_tokens and penalties; -inf where an id may not be chosen."""
+    values = np.asarray(row.logits, np.float64).copy()
+    for token, bias in row.logit_bias:
+        values[token] += single(bias)
+    if row.mask is not None:
+        values[[token not in row.mask for token in range(len(values))]] = -np.inf
+    if len(row.output) < row.min_tokens:
+        for token in (*row.eos, *row.stop_ids):
+            values[token] = -np.inf
+    penalty = single(row.repetition_penalty)
+    for token in {*row.prompt, *row.output}:
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+    for token, times in Counter(row.output).items():
+        values[token] -= times * single(row.frequency_penalty) + single(row.presence_penalty)
+    return values
+
+
+def is_plain(row: SampledRow) -> bool:
+    """Whether the raw logits decide, so that a greedy choice leaves no room for rounding."""
+    penalised = row.repetition_penalty != 1.0 or row.presence_penalty != 0.0 or row.frequency_penalty != 0.0
+    return not (penalised or row.logit_bias or row.mask is not None or row.min_tokens > len(row.output))
 
 
 def probabilities(logits: ArrayLike, temperature: float) -> F64:
     """Softmax float64 [V] of logits / temperature (as float32, as the descriptor carries it)."""
     values = np.asarray(logits, np.float64)
     with np.errstate(over="ignore"):
-        weights = np.exp((values - values.max()) / float(np.float32(temperature)))
+        weights = np.exp((values - values.max()) / single(temperature))
     p: F64 = weights / weights.sum()
     return p
 
 
-def nucleus(p: F64, top_p: float) -> NDArray[np.bool_]:
+def ranked(p: F64) -> NDArray[np.intp]:
+    """Ids from the most probable on; of equals the lower id first."""
+    return np.argsort(-p, kind="stable")
+
+
+def nucleus(p: F64, top_p: float) -> BOOL:
     """Smallest set of most probable ids that sums to `top_p` or more, ties to the lower id: bool [V]."""
     inside = np.zeros(len(p), np.bool_)
-    order = np.argsort(-p, kind="stable")
+    order = ranked(p)
     inside[order[: int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1]] = True
     return inside
 
 
+def kept(row: SampledRow, p: F64) -> BOOL:
+    """Ids that top_k, top_p and min_p leave of probabilities `p` (after the temperature): bool [V].
+
+    top_k keeps exactly k ids, ties to the lower id; top_p is of what top_k left, taken as 1.
+    """
+    inside = p > 0
+    if 0 < row.top_k < len(p):
+        inside &= np.isin(np.arange(len(p)), ranked(p)[: row.top_k])
+    if single(row.top_p) < 1:
+        left = np.where(inside, p, 0.0)
+        inside &= nucleus(left / left.sum(), single(row.top_p))
+    inside &= p >= single(row.min_p) * p.max()
+    return inside
+
+
+def bounds(row: SampledRow, p: F64) -> tuple[BOOL, BOOL]:
+    """(ids kept wherever the edges lie within NEAR of where they should, ids kept for some such edge), bool [V]."""
+    sure, possible = p > 0, p > 0
+    order = ranked(p)
+    mass = 1.0
+    if 0 < row.top_k < len(p):
+        last, beyond = p[order[row.top_k - 1]], p[order[row.top_k]]
+        mass = float(p[order[: row.top_k]].sum())
+        inside = np.isin(np.arange(len(p)), order[: row.top_k])
+        sure &= inside & (p > beyond * (1 + NEAR))
+        possible &= p >= last * (1 - NEAR)
+    if single(row.top_p) < 1:
+        before = np.zeros(len(p))  # mass of the ids ranked ahead
+        before[order] = np.concatenate(([0.0], np.cumsum(p[order])[:-1])) / mass
+        least = p[before < single(row.top_p) * (1 + NEAR)].min()
+        possible &= p >= least * (1 - NEAR)
+        tight = before < single(row.top_p) * (1 - NEAR)
+        # Of equals at the edge another order keeps another one.
+        outside = p[~tight].max(initial=0.0)
+        sure &= tight & (p > outside * (1 + NEAR))
+    limit = single(row.min_p) * p.max()
+    return sure & (p >= limit * (1 + NEAR)), possible & (p >= limit * (1 - NEAR))
+
+
 def race(row: SampledRow) -> tuple[F64, F64]:
-    """Probabilities and race scores p / -log(u), each float64 [V]."""
-    p = probabilities(row.logits, row.temperature)
+    """Probabilities after the temperature and race scores p / -log(u), each float64 [V]."""
+    p = probabilities(adjusted(row), row.temperature)
     return p, p / -np.log(uniforms(len(p), seed=row.seed, choice=row.choice, position=row.position))
 
 
+def distribution(row: SampledRow) -> F64:
+    """What the emitted token is a draw from: float64 [V], summing to 1; for a temperature above 0."""
+    p = probabilities(adjusted(row), row.temperature)
+    left = np.where(kept(row, p), p, 0.0)
+    q: F64 = left / left.sum()
+    return q
+
+
 def compare(row: SampledRow) -> tuple[int, Agreement]:
-    """The token that the rule gives (-1 for logits that are not finite), and how the emitted one stands to it."""
+    """The token that the rule gives, and how the emitted one stands to it.
+
+    The rule gives -1 where raw logits are not finite or nothing may be chosen; an engine that says so agrees.
+    """
     if not np.isfinite(np.max(row.logits)):
-        return -1, Agreement.WRONG
-    p, scores = race(row)
-    top_p = float(np.float32(row.top_p))
-
-    def winner(limit: float) -> int:
-        return int(np.where(nucleus(p, limit), scores, -1.0).argmax()) if limit < 1 else int(scores.argmax())
-
-    expected = winner(top_p)
+        return -1, Agreement.SAME if row.token == -1 else Agreement.WRONG
+    values = adjusted(row)
+    if values.max() == -np.inf:
+        return -1, Agreement.SAME if row.token == -1 else Agreement.WRONG
+    if single(row.temperature) == 0:
+        expected = int(values.argmax())
+    else:
+        p, scores = race(row)
+        expected = int(np.where(kept(row, p), scores, -1.0).argmax())
     if row.token == expected:
         return expected, Agreement.SAME
-    if not 0 <= row.token < len(p):
+    if not 0 <= row.token < len(values) or values[row.token] == -np.inf:
         return expected, Agreement.WRONG
-    inside = top_p >= 1 or bool(nucleus(p, top_p)[row.token])
-    if inside and scores[row.token] >= scores[expected] * (1 - NEAR):
+    if single(row.temperature) == 0:
+        slack = 0.0 if is_plain(row) else NEAR_LOGIT * max(1.0, float(np.abs(values[np.isfinite(values)]).max()))
+        near = slack > 0 and values[row.token] >= values[expected] - slack
+        return expected, Agreement.NEAR if near else Agreement.WRONG
+    if kept(row, p)[row.token] and scores[row.token] >= scores[expected] * (1 - NEAR):
         return expected, Agreement.NEAR
-    if top_p < 1 and row.token in (winner(top_p * (1 - NEAR)), winner(min(1.0, top_p * (1 + NEAR)))):
+    sure, possible = bounds(row, p)
+    rival = float(np.where(sure, scores, -1.0).max())
+    if possible[row.token] and scores[row.token] >= rival * (1 - NEAR):
         return expected, Agreement.EDGE
     return expected, Agreement.WRONG
+
+
+def log_probabilities(logits: ArrayLike) -> F64:
+    """Natural-log softmax float64 [V] of raw logits: what an emitted token's `logprob` must be."""
+    values = np.asarray(logits, np.float64)
+    shifted = values - values.max()
+    result: F64 = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def alternatives(logits: ArrayLike, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most probable (id, logprob) by the raw logits, best first, ties to the lower id."""
+    values = log_probabilities(logits)
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
+    return tuple((token, float(values[token])) for token in order)

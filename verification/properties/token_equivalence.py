@@ -3,7 +3,7 @@
 The engine's logits come from its capture file, matched by slot, generation and position. Clauses:
 
   capture   exactly one captured row, with the delivered token, for every token delivered
-  sampler   a token drawn at a temperature is the one that seed, temperature and top_p give on the engine's own logits
+  sampler   a token is the one that the request's sampling parameters and seed give on the engine's own logits
   others    those of `criterion.judge_tokens`
 """
 
@@ -17,15 +17,21 @@ import numpy as np
 
 from blink_core.abi.capture import record_dtype
 from blink_core.abi.dtypes import Array
+from blink_core.abi.params import SamplingParams
 from verification.criterion import TokenScores, judge_tokens, score_tokens
 from verification.history import History
 from verification.oracles.hf import HFOracle
-from verification.oracles.sampler import NEAR, Agreement, SampledRow, compare
+from verification.oracles.sampler import NEAR, Agreement, SampledRow, compare, is_plain
 from verification.result import JSON, CheckResult, Measurement, Verdict
 from verification.thresholds import TokenThresholds
 
 PROPERTY = "token-equivalence"
 EXCUSED_PER_ROWS = 100  # sampled rows, each started block of which may hold one that rounding decided
+
+_WITNESSED = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "choice", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 Key = tuple[int, int, int, int]  # ring, slot, generation, position
 
@@ -75,26 +81,37 @@ def check_capture(history: History, rows: dict[Key, Array]) -> CheckResult:
     return CheckResult(Verdict.VALID, PROPERTY, "capture", f"{count} delivered tokens match the sampler's record")
 
 
-def sampled_rows(history: History, rows: dict[Key, Array]) -> list[SampledRow]:
-    """Rows of all tokens delivered to requests with a temperature. Presupposes `check_capture`."""
+def sampled_rows(history: History, rows: dict[Key, Array], eos: Iterable[int] = ()) -> list[SampledRow]:
+    """Rows of all delivered tokens that the raw logits' argmax alone does not decide: drawn ones, and greedy ones with
+    bias, penalties or min_tokens. eos: the engine's end-of-sequence ids. Presupposes `check_capture`."""
     found = []
     for s in history.submitted:
         spec = history.program.requests[s.request]
-        if spec.params.temperature == 0.0:
-            continue
-        for index, token in enumerate(history.tokens_of(s)):
+        p, tokens = spec.params, history.tokens_of(s)
+        for index, token in enumerate(tokens):
             position = len(spec.prompt) + index
-            found.append(
-                SampledRow(
-                    logits=rows[history.ring, s.slot, s.generation, position]["logits"],
-                    token=token,
-                    temperature=spec.params.temperature,
-                    top_p=spec.params.top_p,
-                    seed=spec.params.seed,
-                    choice=spec.params.choice,
-                    position=position,
-                )
+            row = SampledRow(
+                logits=rows[history.ring, s.slot, s.generation, position]["logits"],
+                token=token,
+                temperature=p.temperature,
+                top_p=p.top_p,
+                seed=p.seed,
+                choice=p.choice,
+                position=position,
+                top_k=p.top_k,
+                min_p=p.min_p,
+                repetition_penalty=p.repetition_penalty,
+                presence_penalty=p.presence_penalty,
+                frequency_penalty=p.frequency_penalty,
+                prompt=spec.prompt,
+                output=tuple(tokens[:index]),
+                logit_bias=p.logit_bias,
+                min_tokens=p.min_tokens,
+                stop_ids=p.stop_token_ids,
+                eos=tuple(eos),
             )
+            if p.temperature > 0.0 or not is_plain(row):
+                found.append(row)
     return found
 
 
@@ -106,18 +123,18 @@ def check_sampler(rows: Iterable[SampledRow]) -> CheckResult:
         expected, agreement = compare(row)
         counts[agreement] += 1
         if agreement is Agreement.WRONG:
-            parameters: dict[str, JSON] = {"temperature": row.temperature, "top_p": row.top_p, "seed": row.seed}
+            parameters: dict[str, JSON] = {name: getattr(row, name) for name in _WITNESSED}
             wrong.append({"position": row.position, "token": row.token, "expected": expected, **parameters})
     n, excused = sum(counts.values()), counts[Agreement.NEAR] + counts[Agreement.EDGE]
     if n == 0:
-        return CheckResult(Verdict.UNKNOWN, PROPERTY, "sampler", "no token was drawn at a temperature")
+        return CheckResult(Verdict.UNKNOWN, PROPERTY, "sampler", "no token was drawn, or chosen from changed logits")
     allowed = -(-n // EXCUSED_PER_ROWS)
     bad = len(wrong) > 0 or excused > allowed
     return CheckResult(
         Verdict.INVALID if bad else Verdict.VALID,
         PROPERTY,
         "sampler",
-        f"{len(wrong)} of {n} sampled tokens are not what seed, temperature and top_p give; {excused} excused, within "
+        f"{len(wrong)} of {n} sampled tokens are not what their parameters give; {excused} excused, within "
         f"{NEAR:g} of it, at most {allowed} allowed",
         {"rows": wrong[:8]} if wrong else {},
         {
@@ -164,8 +181,14 @@ def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOrac
                 hf64=r64.logits,
                 hf32=r32.logits,
                 emitted=tokens,
-                greedy=params.temperature == 0.0,
+                greedy=[_raw_greedy(params, i) for i in range(len(tokens))],
                 names=[{"request": s.request, "index": i} for i in range(len(tokens))],
             )
         )
     return parts
+
+
+def _raw_greedy(params: SamplingParams, index: int) -> bool:
+    """Whether the token at output position `index` is the argmax of the raw logits."""
+    neutral = params.repetition_penalty == 1.0 and params.presence_penalty == params.frequency_penalty == 0.0
+    return params.temperature == 0.0 and neutral and not params.logit_bias and index >= params.min_tokens

@@ -20,6 +20,7 @@ from verification.models.tiny import MANIFEST
 from verification.oracles.gguf_decode import check_weights
 from verification.oracles.sampler import SampledRow
 from verification.properties import token_equivalence
+from verification.properties.log_probabilities import check_log_probabilities
 from verification.result import CheckResult, Verdict
 from verification.suite.planted import measure_power
 from verification.suite.running import serve
@@ -57,7 +58,8 @@ def _check(subject: Subject, judge: Judge, seed: int, programs: int) -> None:
         histories.append(history)
         rows = _captured(subject, judge, history.capture, history)
         judge(token_equivalence.check_capture(history, rows), history)
-        sampled += token_equivalence.sampled_rows(history, rows)
+        judge(check_log_probabilities(history, rows), history)
+        sampled += token_equivalence.sampled_rows(history, rows, subject.eos_ids)
         parts += token_equivalence.score(history, rows, *subject.oracles)
     judge(token_equivalence.check_sampler(sampled), *histories)
     _judge(subject, judge, parts, *histories)

@@ -7,6 +7,7 @@ import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -90,7 +91,8 @@ Script = Callable[[list[int], SamplingParams], Iterable[Step]]
 class ScriptedEngine:
     """A double of the engine: each request plays a script of token ids, awaitables, errors and a finish reason.
 
-    Like the engine it ends a request at `max_tokens`, and a request that is closed early counts as cancelled.
+    Like the engine it ends a request at `max_tokens`, and a request that is closed early counts as cancelled. Each
+    token has logprob -0.5 and, where asked for, the ids after it as alternatives, with logprobs -1, -2, ...
     """
 
     script: Script
@@ -101,6 +103,7 @@ class ScriptedEngine:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
+    cached: int = 0
     sent: int = 0
     live: int = 0
     cancelled: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
@@ -119,7 +122,7 @@ class ScriptedEngine:
             for step in self.script(list(prompt), params):
                 if isinstance(step, FinishReason):
                     finished = True
-                    yield Finished(step, index)
+                    yield Finished(step, index, self.cached)
                     return
                 if isinstance(step, Exception):
                     finished = True
@@ -127,10 +130,11 @@ class ScriptedEngine:
                 if isinstance(step, int):
                     index += 1
                     self.sent += 1
-                    yield TokenOutput(index - 1, step, -0.5)
+                    top = tuple(((step + k) % self.limits.vocab_size, -float(k)) for k in range(1, params.logprobs + 1))
+                    yield TokenOutput(index - 1, step, -0.5, top)
                     if index == params.max_tokens:
                         finished = True
-                        yield Finished(FinishReason.LENGTH, index)
+                        yield Finished(FinishReason.LENGTH, index, self.cached)
                         return
                 else:
                     await step
@@ -164,11 +168,14 @@ class FrontEndHarness:
     engine: ScriptedEngine
     app: ASGIApp
 
-    async def post(self, path: str, body: object = None, *, raw: bytes | None = None) -> httpx.Response:
+    async def post(
+        self, path: str, body: object = None, *, raw: bytes | None = None, content_type: str | None = "application/json"
+    ) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://blink") as client:
             async with asyncio.timeout(DEADLINE_S):
                 if raw is not None:
-                    return await client.post(path, content=raw)
+                    kind = {} if content_type is None else {"content-type": content_type}
+                    return await client.post(path, content=raw, headers=kind)
                 return await client.post(path, json=body)
 
     async def get(self, path: str) -> httpx.Response:
@@ -176,8 +183,8 @@ class FrontEndHarness:
             async with asyncio.timeout(DEADLINE_S):
                 return await client.get(path)
 
-    def call(self, path: str, body: object = None, *, raw: bytes | None = None) -> httpx.Response:
-        return asyncio.run(self.post(path, body, raw=raw))
+    def call(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        return asyncio.run(self.post(path, body, **options))
 
 
 Harness = Callable[..., FrontEndHarness]
@@ -193,11 +200,13 @@ def harness() -> Harness:
         limits: EngineLimits | None = None,
         template: str = CHATML,
         add_bos: bool = False,
+        cached: int = 0,
         **config: object,
     ) -> FrontEndHarness:
         tokenizer = tiny_tokenizer(add_bos=add_bos, template=template)
         engine = ScriptedEngine(says(tokenizer, text) if script is None else script)
         engine.limits = limits or engine.limits
+        engine.cached = cached
         assert tokenizer.eos_token_id is not None
         fields: dict[str, object] = {"served_name": "tiny", "eos_token_ids": (tokenizer.eos_token_id,), **config}
         return FrontEndHarness(tokenizer, engine, create_app(engine, tokenizer, ServerConfig(**fields)))  # type: ignore[arg-type]

@@ -64,7 +64,12 @@ def test_chat_completion_shape(harness: Harness) -> None:
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": tokens, "completion_tokens": 5, "total_tokens": tokens + 5},  # "he" is one, EOS one
+        "usage": {  # "he" is one token, EOS is one
+            "prompt_tokens": tokens,
+            "completion_tokens": 5,
+            "total_tokens": tokens + 5,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
     assert made.engine.params[0].max_tokens == 128 - tokens  # default: the rest of the context
 
@@ -80,7 +85,12 @@ def test_text_completion_shape(harness: Harness) -> None:
         "object": "text_completion",
         "model": "tiny",
         "choices": [{"index": 0, "text": "x" * 16, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 16, "total_tokens": 18},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 16,
+            "total_tokens": 18,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -216,14 +226,50 @@ def test_terminal_tokens_are_never_shown_but_counted(harness: Harness) -> None:
 def test_sampling_parameters_reach_the_engine(harness: Harness) -> None:
     """Catches: a parameter dropped, renamed, or given another default than the API's."""
     made = harness()
-    made.call(COMPLETIONS, complete(temperature=0.5, top_p=0.9, seed=-1, max_tokens=7))
-    made.call(CHAT, chat(max_completion_tokens=3, temperature=0))
-    made.call(COMPLETIONS, complete(top_p=0))
-    made.call(COMPLETIONS, complete(top_p=1e-300))  # 0 in the descriptor's float32
-    first, second, third, fourth = made.engine.params
-    assert (first.temperature, first.top_p, first.seed, first.max_tokens) == (0.5, 0.9, 2**64 - 1, 7)
-    assert (second.temperature, second.top_p, second.max_tokens) == (0.0, 1.0, 3)
+    everything = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": -1,
+        "max_tokens": 7,
+        "top_k": 9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -2,
+        "frequency_penalty": 2.0,
+        "min_tokens": 7,
+        "logit_bias": {"5": -100, "261": 1.5},
+        "priority": 3,
+        "timeout": 2.5,
+        "prefix_cache": False,
+        "logprobs": 4,
+    }
+    made.call(COMPLETIONS, complete(**everything))
+    made.call(CHAT, chat(max_completion_tokens=3, temperature=0, logprobs=True, top_logprobs=20))
+    made.call(COMPLETIONS, complete(top_p=0, top_k=-1))
+    made.call(COMPLETIONS, complete(top_p=1e-300, top_k=262))  # 0 in the descriptor's float32; all ids
+    made.call(COMPLETIONS, complete(top_k=10**30, seed=1))
+    first, second, third, fourth, fifth = made.engine.params
+    assert first == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        seed=2**64 - 1,
+        top_k=9,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        logit_bias=((5, -100.0), (261, 1.5)),
+        min_tokens=7,
+        logprobs=4,
+        priority=3,
+        deadline_us=2_500_000,
+        prefix_cache=False,
+    )
+    assert (second.temperature, second.top_p, second.max_tokens, second.logprobs) == (0.0, 1.0, 3, 20)
     assert (third.temperature, third.top_p) == (fourth.temperature, fourth.top_p) == (0.0, 1.0)
+    assert fifth == SamplingParams(max_tokens=50, temperature=1.0, seed=1)
+    assert {params.top_k for params in made.engine.params[1:]} == {0}
 
 
 def test_absent_seed_is_fresh_each_time(harness: Harness) -> None:
@@ -270,6 +316,7 @@ def test_several_prompts_give_choices_in_order(harness: Harness, stream: bool, p
         texts = [choice["text"] for choice in body["choices"]]
         usage = body["usage"]
     assert texts == [made.tokenizer.decode(prompt * 2) for prompt in made.engine.prompts]
+    assert usage.pop("prompt_tokens_details") == {"cached_tokens": 0}
     assert usage == {"prompt_tokens": 4, "completion_tokens": 11, "total_tokens": 15}
     assert len(set(made.engine.request_ids)) == 3
 
@@ -296,6 +343,9 @@ ENGINE_ERRORS = [
     (Overloaded(retry_after_s=2.5), 429, "engine_overloaded", "3"),
     (EngineError(ErrorReason.ENGINE_DEAD, "heartbeat is stale"), 503, "engine_dead", None),
     (EngineError(ErrorReason.DRAINING), 503, "draining", "5"),
+    (EngineError(ErrorReason.LEASE_LOST), 503, "lease_lost", "1"),
+    (EngineError(ErrorReason.DEADLINE), 504, "deadline", None),
+    (EngineError(ErrorReason.NO_TOKEN), 400, "no_token", None),
     (EngineError(ErrorReason.NEVER_FITS), 400, "never_fits", None),
     (EngineError(ErrorReason.BAD_LENGTH), 400, "bad_length", None),
     (EngineError(ErrorReason.BAD_TOKEN), 400, "bad_token", None),

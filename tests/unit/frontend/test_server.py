@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 60.0
 EOS = 259
+JSON_TYPE = "content-type: application/json"
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -144,9 +145,79 @@ def test_openai_client_sees_an_error_in_mid_stream(harness: Harness) -> None:
     run(scenario)
 
 
+def test_openai_client_reads_logprobs_and_choices(harness: Harness) -> None:
+    """Catches: log probabilities, several choices or cached tokens that the official client's types do not take, whole
+    or streamed; Blink's extensions that cannot be sent with it."""
+
+    async def scenario() -> None:
+        made = harness(text="hé", cached=2)
+        async with served(made) as (url, _), client(url) as api:
+            extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "priority": 1, "timeout": 9}
+            whole = await api.chat.completions.create(
+                model="tiny",
+                messages=MESSAGES,
+                n=2,
+                logprobs=True,
+                top_logprobs=2,
+                logit_bias={"5": -100},
+                presence_penalty=1,
+                frequency_penalty=1,
+                extra_body=extra,
+            )
+            assert [choice.index for choice in whole.choices] == [0, 1]
+            assert whole.usage is not None
+            assert whole.usage.prompt_tokens_details is not None
+            assert whole.usage.prompt_tokens_details.cached_tokens == 2
+            listed = whole.choices[1].logprobs
+            assert listed is not None
+            assert listed.content is not None
+            assert [(t.token, t.bytes, len(t.top_logprobs)) for t in listed.content] == [
+                ("h", [104], 2),
+                ("\\xc3", [0xC3], 2),
+                ("\\xa9", [0xA9], 2),
+            ]
+            stream = await api.chat.completions.create(
+                model="tiny", messages=MESSAGES, n=2, logprobs=True, top_logprobs=2, stream=True
+            )
+            seen: dict[int, list[Any]] = {0: [], 1: []}
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    if choice.logprobs is not None:
+                        seen[choice.index] += choice.logprobs.content or []
+            assert seen == {0: listed.content, 1: listed.content}
+            text = await api.completions.create(model="tiny", prompt="x", logprobs=1)
+            old = text.choices[0].logprobs
+            assert old is not None
+            assert (old.tokens, old.text_offset) == (["h", "bytes:\\xc3", "bytes:\\xa9"], [0, 1, 1])
+            assert old.token_logprobs == [-0.5] * 3
+            assert old.top_logprobs is not None
+            assert old.top_logprobs[0] == {"i": -1.0, "h": -0.5}
+            chunks = [c async for c in await api.completions.create(model="tiny", prompt="x", logprobs=1, stream=True)]
+            tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens or []]
+            assert tokens == old.tokens
+
+    run(scenario)
+
+
+def test_deadline_is_not_repeated_by_the_openai_client(harness: Harness) -> None:
+    """Catches: a request whose own deadline passed sent again and again by the client, which repeats 408 and 5xx."""
+
+    async def scenario() -> None:
+        made = harness(script=lambda _prompt, _params: [EngineError(ErrorReason.DEADLINE)])
+        async with served(made) as (url, _):
+            api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3, timeout=DEADLINE_S)
+            with pytest.raises(openai.InternalServerError) as late:
+                await api.completions.create(model="tiny", prompt="x", extra_body={"timeout": 0.001})
+            await api.close()
+            assert (late.value.status_code, late.value.code, late.value.param) == (504, "deadline", "timeout")
+        assert len(made.engine.prompts) == 1
+
+    run(scenario)
+
+
 def request_bytes(path: str, body: dict[str, Any], *headers: str) -> bytes:
     payload = json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "host: blink", f"content-length: {len(payload)}", *headers]
+    head = [f"POST {path} HTTP/1.1", "host: blink", f"content-length: {len(payload)}", JSON_TYPE, *headers]
     return "\r\n".join([*head, "", ""]).encode() + payload
 
 
@@ -240,7 +311,8 @@ def test_oversized_body_gets_its_413_on_a_real_connection(harness: Harness) -> N
     async def scenario() -> None:
         made = harness(max_body_bytes=100_000)
         async with served(made) as (url, _), httpx.AsyncClient() as api:
-            response = await api.post(f"{url}/v1/completions", content=b"x" * 390_000)
+            kind = {"content-type": "application/json"}
+            response = await api.post(f"{url}/v1/completions", content=b"x" * 390_000, headers=kind)
             assert response.status_code == 413
 
     run(scenario)

@@ -12,19 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from blink_core.abi.enums import StepStatus
+from blink_core.ops.logits import SamplingRow, allowed
 from blink_core.ops.philox import philox4x32
-from blink_core.ops.sampling import NO_TOKEN, nucleus, sample, uniforms
+from blink_core.ops.sampling import NO_TOKEN, Sampled, greatest, nucleus, sample, uniforms
 
 F32 = npt.NDArray[np.float32]
+
+
+def alone(logits: Any, **fields: Any) -> tuple[int, int]:
+    """(token, status) of one row; `fields` of SamplingRow, sequences as lists."""
+    kinds = {"bias": np.float32, "mask": np.uint32}
+    arrays: dict[str, Any] = {
+        k: np.array(v, kinds.get(k, np.int32)) if isinstance(v, list) else v for k, v in fields.items()
+    }
+    result = sample(np.array([logits], np.float32), [SamplingRow(**arrays)])
+    return int(result.tokens[0]), int(result.status[0])
 
 
 def run(logits: Any, temperature: Any, top_p: Any = 1.0, seed: Any = 0, choice: Any = 0, position: Any = 0) -> Any:
     """``sample`` with scalars spread over the rows."""
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     rows = logits.shape[0]
-    given_values = ((temperature, np.float32), (top_p, np.float32), (seed, np.uint64), (choice, np.uint32))
-    columns = [np.broadcast_to(np.asarray(v, d), rows).copy() for v, d in (*given_values, (position, np.uint32))]
-    return sample(logits, *columns)
+    columns = [np.broadcast_to(np.asarray(v, d), rows) for v, d in ((temperature, np.float32), (top_p, np.float32))]
+    whole = [np.broadcast_to(np.asarray(v, np.uint64), rows) for v in (seed, choice, position)]
+    made = [
+        SamplingRow(temperature=float(t), top_p=float(p), seed=int(s), choice=int(c), position=int(at))
+        for t, p, s, c, at in zip(*columns, *whole, strict=True)
+    ]
+    result = sample(logits, made)
+    return result.tokens, result.logprobs, result.status == StepStatus.OK
 
 
 def restated(logits: F32, temperature: float, top_p: float, seed: int, choice: int, position: int) -> int:
@@ -189,31 +206,213 @@ def test_uniforms_of_a_subset(ids: set[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"temperature": -0.5}, "temperature must be"),
-        ({"temperature": np.nan}, "temperature must be"),
-        ({"temperature": np.inf}, "temperature must be"),
-        ({"top_p": 0.0}, "top_p must be"),
-        ({"top_p": 1.5}, "top_p must be"),
-        ({"top_p": np.nan}, "top_p must be"),
+        {"temperature": -0.5},
+        {"temperature": np.nan},
+        {"temperature": np.inf},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_p": np.nan},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": np.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": np.inf},
+        {"presence_penalty": np.nan},
+        {"frequency_penalty": -np.inf},
+        {"bias_ids": [1], "bias": [np.nan]},
     ],
 )
-def test_bad_parameters(change: dict[str, float], message: str) -> None:
-    """Catches: a parameter outside its range that is used."""
-    with pytest.raises(ValueError, match=message):
-        run(np.zeros((2, 4)), **({"temperature": 1.0} | change))
+def test_bad_parameters_fail_their_row_alone(change: dict[str, Any]) -> None:
+    """Catches: a parameter outside its range that is used, or that fails the requests beside it."""
+    kinds = {"bias": np.float32, "bias_ids": np.int32}
+    fields: dict[str, Any] = {k: np.array(v, kinds[k]) if k in kinds else v for k, v in change.items()}
+    rows = [SamplingRow(), SamplingRow(**{"temperature": 1.0, **fields}), SamplingRow(temperature=1.0, seed=3)]
+    logits = np.random.default_rng(1).standard_normal((3, 9), dtype=np.float32)
+    result = sample(logits, rows)
+    assert result.status.tolist() == [StepStatus.OK, StepStatus.FAILED, StepStatus.OK]
+    assert result.tokens[1] == NO_TOKEN
+    assert result.tokens[[0, 2]].tolist() == sample(logits[[0, 2]], [rows[0], rows[2]]).tokens.tolist()
 
 
 def test_bad_shapes() -> None:
     """Catches: broadcasting of misshapen input, and float64 logits accepted."""
-    one = np.ones(2, np.float32)
-    ints = (np.ones(2, np.uint64), np.ones(2, np.uint32), np.ones(2, np.uint32))
+    rows = [SamplingRow(), SamplingRow()]
     with pytest.raises(ValueError, match="logits must be float32"):
-        sample(np.zeros((2, 4)), one, one, *ints)  # type: ignore[arg-type]
+        sample(np.zeros((2, 4)), rows)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="logits must be float32"):
-        sample(np.zeros((2, 0), np.float32), one, one, *ints)
-    with pytest.raises(ValueError, match=r"temperature must be float32 \[2\]"):
-        sample(np.zeros((2, 4), np.float32), np.ones(1, np.float32), one, *ints)
-    with pytest.raises(ValueError, match=r"seed must be uint64 \[2\]"):
-        sample(np.zeros((2, 4), np.float32), one, one, np.ones(2, np.int64), *ints[1:])
+        sample(np.zeros((2, 0), np.float32), rows)
+    with pytest.raises(ValueError, match="2 sampling rows for 3 rows of logits"):
+        sample(np.zeros((3, 4), np.float32), rows)
+
+
+# ---- bias, mask, barred ids
+
+
+def test_bias_moves_and_bars() -> None:
+    """Catches: a bias on another id, set instead of added, or applied before the raw log probability is taken."""
+    assert alone([1, 2, 3], bias_ids=[0], bias=[1.5])[0] == 2
+    assert alone([1, 2, 3], bias_ids=[0], bias=[2.5])[0] == 0
+    assert alone([1, 2, 3], bias_ids=[2, 1], bias=[-100, -100])[0] == 0
+    raw = np.array([[1, 2, 3]], np.float32)
+    biased = sample(raw, [SamplingRow(bias_ids=np.array([0], np.int32), bias=np.array([50], np.float32), logprobs=2)])
+    np.testing.assert_allclose(biased.logprobs[0], 1 - math.log(math.e + math.e**2 + math.e**3), rtol=1e-6)
+    assert biased.top_tokens[0].tolist() == [2, 1]
+
+
+def test_mask_allows_only_its_bits() -> None:
+    """Catches: a mask read with another bit or word order, applied before the bias, or bits beyond the vocabulary."""
+    logits = np.arange(70, dtype=np.float32)
+    words = [0, 1 << 5 | 1 << 31, 0xFFFFFFC0]  # ids 37 and 63, and bits from 70 on
+    assert alone(logits, mask=words) == (63, StepStatus.OK)
+    assert alone(logits, mask=words, bias_ids=[69, 37], bias=[1000, 100])[0] == 37
+    assert np.flatnonzero(allowed(np.array(words, np.uint32), 70)).tolist() == [37, 63]
+    for seed in range(20):
+        assert alone(logits, mask=words, temperature=100.0, seed=seed)[0] in (37, 63)
+
+
+def test_nothing_left_to_choose() -> None:
+    """Catches: an id chosen although none is allowed, NaN from a softmax over nothing, a neighbour that fails too."""
+    for temperature in (0.0, 1.0):
+        assert alone([1, 2], mask=[0], temperature=temperature) == (NO_TOKEN, StepStatus.NO_TOKEN)
+        assert alone([1, 2], barred=[0, 1], temperature=temperature, top_k=1) == (NO_TOKEN, StepStatus.NO_TOKEN)
+        # What the model itself rules out counts as well.
+        assert alone([1, -np.inf], barred=[0], temperature=temperature) == (NO_TOKEN, StepStatus.NO_TOKEN)
+    assert alone([np.nan, 1], mask=[2]) == (NO_TOKEN, StepStatus.NAN_LOGITS)
+
+
+def test_barred_ids_outrank_bias() -> None:
+    """Catches: an end-of-sequence id that a bias brings back before min_tokens."""
+    assert alone([1, 2, 3], barred=[2], bias_ids=[2], bias=[100])[0] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_foreign_ids_are_ignored(temperature: float) -> None:
+    """Catches: an index error, or a write to another row's logits, from ids of a successor's record."""
+    foreign = [-1, 5, 2**31 - 1, -(2**31)]
+    fields: dict[str, Any] = {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "presence_penalty": 1.0}
+    clean = alone([1, 2, 3, 4, 5], temperature=temperature, prompt=[0], output=[1], **fields)
+    dirty = alone(
+        [1, 2, 3, 4, 5],
+        temperature=temperature,
+        prompt=[*foreign, 0],
+        output=[1, *foreign],
+        barred=foreign,
+        bias_ids=foreign,
+        bias=[9.0] * 4,
+        **fields,
+    )
+    assert dirty == clean
+
+
+# ---- penalties
+
+
+def test_repetition_penalty_divides_or_multiplies_once() -> None:
+    """Catches: a negative logit made more likely, an id penalised once for each occurrence, or the prompt left out."""
+    assert alone([4, 3], repetition_penalty=2.0, prompt=[0])[0] == 1
+    assert alone([-4, -5], repetition_penalty=2.0, output=[0])[0] == 1
+    assert alone([4, 1.5], repetition_penalty=2.0, prompt=[0, 0], output=[0])[0] == 0
+    assert alone([4, 3], repetition_penalty=0.5, output=[1])[0] == 1
+
+
+def test_presence_and_frequency_penalties_count_the_output() -> None:
+    """Catches: the prompt counted, presence counted more than once, frequency counted once, or a wrong sign."""
+    assert alone([3, 2], presence_penalty=2.0, prompt=[0])[0] == 0
+    assert alone([3, 2], presence_penalty=2.0, output=[0])[0] == 1
+    assert alone([3, 2], presence_penalty=0.75, output=[0, 0, 0])[0] == 0
+    assert alone([3, 2], frequency_penalty=0.75, output=[0])[0] == 0
+    assert alone([3, 2], frequency_penalty=0.75, output=[0, 0])[0] == 1
+    assert alone([3, 2], frequency_penalty=-2.0, output=[1])[0] == 1
+
+
+def test_repetition_comes_before_presence() -> None:
+    """Catches: the two penalties in the other order: 4 / 2 - 1 = 1, but (4 - 1) / 2 = 1.5."""
+    fields: dict[str, Any] = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "output": [0]}
+    assert alone([4, 1.25], **fields)[0] == 1
+    assert alone([4, 0.75], **fields)[0] == 0
+
+
+# ---- top-k, top-p, min-p
+
+
+def drawn(logits: Any, **fields: Any) -> set[int]:
+    return {alone(logits, seed=seed, temperature=fields.pop("temperature", 1.0), **fields)[0] for seed in range(300)}
+
+
+def test_top_k_keeps_k_and_the_lower_of_equals() -> None:
+    """Catches: one id too many or too few, ties kept beyond k or given to the higher id."""
+    logits = [0.0, 1.0, 1.0, 1.0, 0.5]
+    assert drawn(logits, top_k=1) == {1}
+    assert drawn(logits, top_k=2) == {1, 2}
+    assert drawn(logits, top_k=4) == {1, 2, 3, 4}
+    for everything in (0, 5, 6, 2**32 - 1):
+        assert drawn(logits, top_k=everything) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_is_of_what_top_k_left() -> None:
+    """Catches: the nucleus summed over ids that top-k removed: 0.4 of 0.7 reaches 0.5, 0.4 of 1 does not."""
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    assert drawn(logits, top_k=2, top_p=0.5) == {0}
+    assert drawn(logits, top_p=0.5) == {0, 1}
+
+
+def test_min_p_is_relative_to_the_greatest() -> None:
+    """Catches: an absolute limit, a strict comparison, or one before the temperature."""
+    logits = np.log2([8, 4, 2, 1]) * math.log(2)
+    assert drawn(logits, min_p=0.24) == {0, 1, 2}
+    assert drawn(logits, min_p=1.0) == {0}
+    assert drawn([3, 3, 2], min_p=1.0) == {0, 1}
+    # At temperature 2 the relations are their square roots: 1, 0.71, 0.5, 0.35.
+    assert drawn(logits, min_p=0.4, temperature=2.0) >= {0, 1}
+    cold = {alone(logits, seed=seed, temperature=2.0, min_p=0.4)[0] for seed in range(300)}
+    assert cold == {0, 1, 2}
+
+
+@given(
+    values=hnp.arrays(np.float32, st.integers(1, 300), elements=st.integers(-3, 3)),
+    data=st.data(),
+)
+def test_greatest_is_a_prefix_of_the_sorted_ids(values: F32, data: st.DataObject) -> None:
+    """Catches: a partition that keeps too many of equal values, or the higher ids of them."""
+    count = data.draw(st.integers(1, len(values)))
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    assert greatest(values, count).tolist() == sorted(order[:count])
+
+
+# ---- log probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_alternatives_are_the_most_probable_by_raw_logits(temperature: float) -> None:
+    """Catches: alternatives after temperature, penalty or top-k; ties to the higher id; another row's count."""
+    logits = np.array([[0, 2, 1, 2, -np.inf], [5, 1, 0, 0, 0]], np.float32)
+    rows = [SamplingRow(temperature=temperature, top_k=1, logprobs=5), SamplingRow(logprobs=1)]
+    result: Sampled = sample(logits, rows)
+    assert result.top_tokens.tolist() == [[1, 3, 2, 0, 4], [0, -1, -1, -1, -1]]
+    raw = logits.astype(np.float64)
+    norm = np.log(np.exp(raw).sum(axis=1))
+    np.testing.assert_allclose(result.top_logprobs[0], raw[0, [1, 3, 2, 0, 4]] - norm[0], rtol=1e-6)
+    np.testing.assert_allclose(result.logprobs[1], result.top_logprobs[1, 0])
+    assert result.top_logprobs[1, 1:].tolist() == [-np.inf] * 4
+
+
+def test_more_alternatives_than_ids() -> None:
+    """Catches: an index beyond the vocabulary of a tiny model, or a width that a wish exceeds."""
+    result = sample(np.zeros((1, 3), np.float32), [SamplingRow(logprobs=20)], width=4)
+    assert result.top_tokens.tolist() == [[0, 1, 2, -1]]
+    assert sample(np.zeros((1, 3), np.float32), [SamplingRow(logprobs=20)], width=0).top_tokens.shape == (1, 0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """Catches: an id, a term of the sum or the race's winner lost at the edge of a block of ids."""
+    logits = np.random.default_rng(3).standard_normal((40, 301), dtype=np.float32)
+    rows = [SamplingRow(seed=seed, **fields) for seed in range(40)]
+    whole = sample(logits, rows)
+    for block in (1, 7, 43, 300, 301):
+        monkeypatch.setattr("blink_core.ops.sampling.BLOCK", block)
+        cut = sample(logits, rows)
+        assert cut.tokens.tolist() == whole.tokens.tolist()
+        np.testing.assert_allclose(cut.logprobs, whole.logprobs, rtol=1e-6)
