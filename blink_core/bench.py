@@ -1,9 +1,11 @@
-"""Benchmarks of the path without a model: `python -m blink_core.bench [--json]`.
+"""Benchmarks of scheduler, ring and prefix cache: `python -m blink_core.bench [--json]`.
 
 Scheduler: steps with a no-op model and 64 running rows, on one core. Front-end round trip: a ring client submits, an
 engine process with the no-op model answers, the terminal event is polled; beside it, measured in the same run, a bare
-ping-pong of two words in shared memory between two processes, which no round trip on this machine can beat. Prints
-values against their targets and judges nothing, because any other load on the machine shows here.
+ping-pong of two words in shared memory between two processes, which no round trip on this machine can beat. Prefix
+cache, if the default model has been fetched: time to the first token of prompts whose first 512 tokens are new, and of
+others that begin like them, taken in turns. Prints values against their targets and judges nothing, because any other
+load on the machine shows here.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ import numpy as np
 
 from blink_core import _native
 from blink_core.abi.config import EngineConfig
-from blink_core.abi.enums import LogLevel
+from blink_core.abi.dtypes import Array
+from blink_core.abi.enums import EventKind, LogLevel
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.engine_client import open_ring
 from blink_core.frontend.ring_client import RingClient
+from blink_core.model_store import ModelStoreError, resolve
 from blink_core.runtime.cpu import CpuRuntime
 from blink_core.runtime.descriptor import EngineDescriptor
 from blink_core.transport.interface import TransportTimeout
@@ -42,6 +46,9 @@ BATCH_STEPS, BATCHES = 1000, 7
 ROUND_TRIPS, WARM_UP = 2000, 200
 STEPS_TARGET, ROUND_TRIP_TARGET_US = 300_000, 200.0
 WAIT_S = 30.0
+MODEL, SHARED, OWN = "SmolLM2-135M-Instruct", 512, 8  # tokens that prompts share, and that each has for itself
+PAIRS, FIRST_TOKEN_TARGET = 9, 5.0
+MODEL_WAIT_S = 180.0
 _PING, _PONG = 0, 64  # byte offsets of the two words, a cache line apart
 
 
@@ -105,17 +112,20 @@ def scheduler_steps(log_level: LogLevel) -> Result:
 
 
 @contextmanager
-def engine_process() -> Iterator[EngineDescriptor]:
-    """An engine with the no-op model in a process of its own."""
+def engine_process(*options: str) -> Iterator[EngineDescriptor]:
+    """An engine in a process of its own; without a model among its options it runs the no-op model."""
     with tempfile.TemporaryDirectory(prefix="blink-bench-") as folder:
         command = [sys.executable, "-m", "blink_core.runtime.engine_main", "--run-dir", folder, "--segment", _name()]
-        command += ["--exit-with-parent", str(os.getpid()), "--verbosity", "warning", "--slots", "64"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        command += ["--exit-with-parent", str(os.getpid()), "--verbosity", "warning", "--slots", "64", *options]
+        # One thread: a BLAS pool that spins beside the scheduler's thread would be measured too.
+        environment = os.environ | dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         try:
-            ready, deadline = Path(folder) / "engine.json", time.monotonic() + WAIT_S
+            limit = MODEL_WAIT_S if options else WAIT_S
+            ready, deadline = Path(folder) / "engine.json", time.monotonic() + limit
             while not ready.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the engine process was not ready within {WAIT_S:g} s: {process.poll()}")
+                    raise RuntimeError(f"the engine process was not ready within {limit:g} s: {process.poll()}")
                 time.sleep(0.01)
             yield EngineDescriptor.read(ready)
         finally:
@@ -142,6 +152,63 @@ def round_trips() -> list[float]:
                     raise TransportTimeout(f"no event of a request within {WAIT_S:g} s")
             times.append((time.perf_counter() - start) * 1e6)
         return times[WARM_UP:]
+
+
+def first_token(client: RingClient, prompt: Array) -> tuple[float, int]:
+    """Seconds from submit to the only token of a request, and the prompt tokens that were in the prefix cache."""
+    start, taken = time.perf_counter(), 0.0
+    client.submit(prompt, SamplingParams(max_tokens=1))
+    while True:
+        events = client.poll(MODEL_WAIT_S)
+        if not len(events):
+            raise TransportTimeout(f"no event of a request within {MODEL_WAIT_S:g} s")
+        for event in events:
+            if event["kind"] == EventKind.TOKEN:
+                taken = time.perf_counter() - start
+            elif event["kind"] == EventKind.FINISH and taken:
+                return taken, int(event["token"])
+            else:
+                raise RuntimeError(f"a request ended with event kind {event['kind']}, reason {event['reason']}")
+
+
+def first_tokens(model: Path) -> tuple[list[float], list[float]]:
+    """Seconds to the first token, cold and with SHARED tokens found, in turns: each pair has its own beginning.
+
+    Raises RuntimeError when the prefix cache did not find what it must, or found what it cannot.
+    """
+    draw = np.random.default_rng(1)
+    cold: list[float] = []
+    found: list[float] = []
+    with engine_process("--model", str(model), "--name", MODEL) as descriptor:
+        client = open_ring(descriptor, 0)
+        client.attach()
+        vocab = descriptor.config.vocab
+        for pair in range(PAIRS + 1):  # the first one is for caches and page tables
+            shared = draw.integers(0, vocab, SHARED)
+            for times, expected in ((cold, 0), (found, SHARED)):
+                taken, hit = first_token(client, np.concatenate((shared, draw.integers(0, vocab, OWN))))
+                if hit != expected:
+                    raise RuntimeError(f"{hit} prompt tokens came from the prefix cache, expected {expected}")
+                if pair:
+                    times.append(taken)
+    return cold, found
+
+
+def prefix_cache() -> list[Result]:
+    """Times to the first token; nothing, with a line on standard error, where the model has not been fetched."""
+    try:
+        model = resolve(MODEL)
+    except ModelStoreError as e:
+        print(f"prefix cache not measured: {e}", file=sys.stderr)
+        return []
+    cold, found = map(np.array, first_tokens(model))
+    name = f"first token, {SHARED} shared prompt tokens"
+    ratio = float(np.median(cold) / np.median(found))
+    return [
+        Result(f"{name}, new, median", float(np.median(cold) * 1e3), "ms", PAIRS),
+        Result(f"{name}, found, median", float(np.median(found) * 1e3), "ms", PAIRS),
+        Result(f"{name}, new over found", ratio, "ratio", PAIRS, f">= {FIRST_TOKEN_TARGET:g}"),
+    ]
 
 
 def ping_pongs() -> list[float]:
@@ -190,7 +257,7 @@ def measure() -> list[Result]:
     for what, q in (("median", 50), ("p99", 99)):
         ratio = float(np.percentile(whole, q) / np.percentile(bare, q))
         results.append(Result(f"round trip over ping-pong, {what}", ratio, "ratio", len(whole)))
-    return results
+    return results + prefix_cache()
 
 
 def table(results: list[Result]) -> str:

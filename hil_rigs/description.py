@@ -24,7 +24,7 @@ class _Strict(BaseModel):
 
 
 class EngineSettings(_Strict):
-    """Sizes of one engine. All are counts; lengths are in tokens [design 3, 4, 5]."""
+    """Sizes and rules of one engine. Sizes are counts; lengths are in tokens [design 3, 4, 5]."""
 
     rings: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     slots: Annotated[int, Field(ge=1, le=4096, strict=True)] = 256
@@ -33,6 +33,16 @@ class EngineSettings(_Strict):
     max_running: Annotated[int, Field(ge=1, le=4096, strict=True)] = 32
     token_budget: Count = 256
     max_model_len: Annotated[int, Field(ge=2, strict=True)] = 2048
+    prefix_cache: Annotated[bool, Field(strict=True)] = True
+    admission: Literal["optimistic", "reserve"] = "optimistic"
+    """reserve: a request starts only when pages for its longest output are there, so that none is ever preempted."""
+    quantum: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = 2048
+    """Tokens (prompt and max_tokens) that a ring may start in its turn."""
+    reservation_steps: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = 64
+    lease_us: Annotated[int, Field(ge=0, le=2**62, strict=True)] = 10_000_000
+    """Microseconds without a sign of life after which a front end's requests end; 0: never."""
+    masks: Annotated[int, Field(ge=0, le=4096, strict=True)] = 0
+    """Grammar-mask mailboxes of a ring: masked requests that may live at once."""
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -45,6 +55,8 @@ class EngineSettings(_Strict):
             )
         if self.max_running > self.rings * self.slots:
             raise ValueError(f"max_running is {self.max_running}, above the {self.rings * self.slots} slots there are")
+        if self.masks > self.slots:
+            raise ValueError(f"masks is {self.masks}, above the {self.slots} slots of a ring")
         return self
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,9 @@ class StateSnapshot:
 
     requests: Request[rings * slots]. running, free_list, quarantine: uint32, only the valid part. block_tables:
     uint32[max_rows, max_pages]. pages: Page[pages]. log: LogEntry[n], oldest first; log_lost: entries before the
-    first of them, overwritten or not asked for.
+    first of them, overwritten or not asked for. log_from: the entry asked for. buckets: int32[pages] and page_tokens:
+    int32[pages, page_size], of the prefix cache. running_tokens: int32[len(running), max_len], the token pool's rows of
+    the running requests.
     """
 
     config: EngineConfig
@@ -51,6 +53,15 @@ class StateSnapshot:
     quarantine: Array
     log: Array
     log_lost: int
+    log_from: int = 0
+    buckets: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    page_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    running_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+
+    @property
+    def log_gap(self) -> int:
+        """Entries that were asked for and had been overwritten: what is read from the log then decides nothing."""
+        return max(0, self.log_lost - self.log_from)
 
 
 class EngineMemory:
@@ -111,6 +122,8 @@ class EngineMemory:
         """Copies the state, and the log from entry `log_from` on. Call it under `hold`, or on an idle engine."""
         v = self._views
         header = v["header"][0].copy()
+        running = v["running"][: int(header["running"])].copy()
+        pool = v["tokens"].reshape(-1, self.config.max_len)
         tail, size = int(header["log_tail"]), self.config.log_entries
         first = min(tail, max(log_from, tail - size, 0))
         return StateSnapshot(
@@ -118,13 +131,17 @@ class EngineMemory:
             header=header,
             rings=v["rings"].copy(),
             requests=v["requests"].copy(),
-            running=v["running"][: int(header["running"])].copy(),
+            running=running,
             block_tables=v["block_tables"].reshape(self.config.max_rows, self.config.max_pages).copy(),
             pages=v["pages"].copy(),
             free_list=v["free_list"][: int(header["free_pages"])].copy(),
             quarantine=v["quarantine"][: int(header["quarantined"])].copy(),
             log=self._entries[np.arange(first, tail) & (size - 1)],
             log_lost=first,
+            log_from=min(log_from, tail),
+            buckets=v["buckets"].copy(),
+            page_tokens=v["page_tokens"].reshape(self.config.pages, self.config.page_size).copy(),
+            running_tokens=pool[np.minimum(running, len(pool) - 1)],  # an index beyond it is for the checker to find
         )
 
     def tokens(self, request: int, count: int) -> Array:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from blink_core.abi.enums import Admission
 from blink_core.frontend.engine_client import HEARTBEAT_LIMIT_S, open_ring
 from blink_core.frontend.ring_client import RingClient
 from blink_core.runtime.descriptor import EngineDescriptor
@@ -159,6 +160,12 @@ class LocalRig:
             "max_rows": engine.max_running,
             "token_budget": engine.token_budget,
             "max_len": engine.max_model_len,
+            "prefix_cache": int(engine.prefix_cache),
+            "admission": int(Admission[engine.admission.upper()]),
+            "quantum": engine.quantum,
+            "reservation_steps": engine.reservation_steps,
+            "lease_us": engine.lease_us,
+            "masks": engine.masks,
         } | options.engine
         command = [*(self.description.engine_command or ENGINE_MODULE), "--run-dir", str(self.run_dir)]
         command += ["--segment", f"blink-{self.name}", "--name", self.model_name, "--verbosity", options.verbosity]

@@ -23,7 +23,10 @@ PROPERTY = "kv-content"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """KV of one running request: tokens int32[n], k and v float32 [layers, n, kv_heads, head_dim]."""
+    """KV of one running request: tokens int32[n], k and v float32 [layers, n, kv_heads, head_dim].
+
+    found: leading tokens of its prompt that were in the prefix cache when it was first admitted.
+    """
 
     slot: int
     generation: int
@@ -31,6 +34,7 @@ class Gathered:
     tokens: Array
     k: Array
     v: Array
+    found: int = 0
 
 
 def gather(memory: EngineMemory, snapshot: StateSnapshot, ring: int) -> list[Gathered]:
@@ -43,9 +47,8 @@ def gather(memory: EngineMemory, snapshot: StateSnapshot, ring: int) -> list[Gat
         if request // slots != ring or count == 0:
             continue
         k, v = memory.kv_rows(snapshot.block_tables[int(q["row"])], count)
-        found.append(
-            Gathered(request % slots, int(q["generation"]), int(q["preemptions"]), memory.tokens(request, count), k, v)
-        )
+        key = request % slots, int(q["generation"])
+        found.append(Gathered(*key, int(q["preemptions"]), memory.tokens(request, count), k, v, found=int(q["cached"])))
     return found
 
 

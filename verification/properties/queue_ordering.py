@@ -4,16 +4,21 @@ Clauses:
   limits         end-of-sequence ids and model length of the engine are those of the oracle and of the rig's options
   sequence       the completion queue's sequence numbers have no gap (seen by the ring client)
   delivery       events belong to accepted requests; indices 0, 1, 2 ...; one terminal event, nothing after it
-  terminal       reason and count of the terminal event agree with what was asked and delivered
+  logprobs       each token comes behind as many alternatives as were asked for, distinct, most probable first
+  terminal       reason and count of the terminal event agree with what was asked and delivered; prompt tokens found in
+                 the prefix cache leave at least one to compute
   bounded-wait   every request is accepted and terminal before the deadline; the engine lives and can be reached
-  goodput        requests that were not cancelled finish with tokens
-  fifo           requests of one ring are first admitted in the order of their submission entries, and none gets a token
-                 without having been admitted
+  goodput        requests that were not cancelled finish, unless they asked for an end that may come first, or the run's
+                 own story explains it
+  fifo           requests of one ring and class are first admitted in the order of their submission entries, and none
+                 gets a token without having been admitted
+  class-order, reservation, fairness, deadline, lease: see `service_order`, which judges between rings
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +26,8 @@ from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
 from verification.history import History, Submitted, enum_name
+from verification.program import RequestSpec
+from verification.properties.logprobs import check_alternatives, pairs_of
 from verification.result import CheckResult, Measurement, Verdict, merge
 
 PROPERTY = "queue-ordering"
@@ -51,6 +58,7 @@ def check_delivery(history: History) -> CheckResult:
         return _result(Verdict.INVALID, "bounded-wait", f"the engine is gone: {history.died}")
     known = {(s.slot, s.generation): s for s in history.submitted}
     next_index: dict[tuple[int, int], int] = {}
+    alternatives: dict[tuple[int, int], list[list[tuple[int, float]]]] = defaultdict(list)
     ended: dict[tuple[int, int], dict[str, Any]] = {}
     for event in history.events:
         key = (event["slot"], event["generation"])
@@ -75,42 +83,73 @@ def check_delivery(history: History) -> CheckResult:
                     event=event,
                 )
             next_index[key] = expected + 1
+            asked = history.program.requests[request].params.logprobs
+            wrong = check_alternatives(alternatives.pop(key, []), event, asked)
+            if wrong:
+                return _result(Verdict.INVALID, "logprobs", f"request {request}: {wrong}", event=event)
+        elif event["kind"] == EventKind.LOGPROBS:
+            alternatives[key].append(pairs_of(event))
         elif event["kind"] in TERMINAL:
+            if key in alternatives:
+                return _result(
+                    Verdict.INVALID, "logprobs", f"request {request} got alternatives of no token", event=event
+                )
             ended[key] = event
         else:
             return _result(Verdict.INVALID, "delivery", f"event of unknown kind {event['kind']}", event=event)
     lost = [s.request for s in history.submitted if (s.slot, s.generation) not in ended]
     if lost or not history.complete:
         return _result(Verdict.INVALID, "bounded-wait", f"{len(lost)} requests never ended", requests=lost)
-    asked = len(history.program.requests)
-    if len(history.submitted) != asked or asked == 0:
-        return _result(Verdict.UNKNOWN, "delivery", f"{len(history.submitted)} of {asked} requests were submitted")
+    count = len(history.program.requests)
+    if len(history.submitted) != count or count == 0:
+        return _result(Verdict.UNKNOWN, "delivery", f"{len(history.submitted)} of {count} requests were submitted")
     return _result(Verdict.VALID, "delivery", f"{len(history.events)} events of {len(known)} requests, each once")
 
 
-def check_terminals(history: History, eos_ids: Iterable[int], max_len: int) -> CheckResult:
-    """Clauses terminal and goodput. Presupposes `check_delivery`."""
+def check_terminals(
+    history: History, eos_ids: Iterable[int], max_len: int, explained: Collection[ErrorReason] = ()
+) -> CheckResult:
+    """Clauses terminal and goodput. Presupposes `check_delivery`.
+
+    explained: reasons for an ERROR that the run's own story gives, e.g. LEASE_LOST where its front end stood still.
+    """
     eos = set(eos_ids)
-    finished = 0
+    finished = broken_off = 0
     for s in history.submitted:
         spec = history.program.requests[s.request]
         last = next((e for e in history.events_of(s) if e["kind"] in TERMINAL), None)
         if last is None:
             return _result(Verdict.INVALID, "bounded-wait", f"request {s.request} never ended")
         tokens = history.tokens_of(s)
-        why = _wrong_terminal(history, s, last, tokens, eos, max_len)
+        why: str | None
+        if last["kind"] == EventKind.ERROR and last["reason"] in {*explained, *_asked_for(spec)}:
+            broken_off += last["index"] == len(tokens)
+            why = None if last["index"] == len(tokens) else f"terminal event counts {last['index']}, not {len(tokens)}"
+        else:
+            why = _wrong_terminal(history, s, last, tokens, eos, max_len)
         if why:
             clause = "goodput" if last["kind"] == EventKind.ERROR else "terminal"
             return _result(
                 Verdict.INVALID, clause, f"request {s.request}: {why}", event=last, max_tokens=spec.params.max_tokens
             )
-        finished += last["reason"] != FinishReason.CANCELLED
-    wanted = len(history.submitted) - len(history.cancels)
+        finished += last["kind"] == EventKind.FINISH and last["reason"] != FinishReason.CANCELLED
+    wanted = len(history.submitted) - len(history.cancels) - broken_off
     if finished < wanted:
         return _result(Verdict.INVALID, "goodput", f"{finished} requests finished, {wanted} were not cancelled")
     if finished == 0:
         return _result(Verdict.UNKNOWN, "goodput", f"none of {len(history.submitted)} requests finished")
     return _result(Verdict.VALID, "terminal", f"{finished} requests finished for the right reason")
+
+
+def _asked_for(spec: RequestSpec) -> set[ErrorReason]:
+    """Errors that a request may end with because of what it asked for."""
+    params = spec.params
+    reasons: set[ErrorReason] = set()
+    if params.deadline_us:
+        reasons.add(ErrorReason.DEADLINE)
+    if params.mask_box is not None or params.logit_bias or params.min_tokens:
+        reasons.add(ErrorReason.NO_TOKEN)
+    return reasons
 
 
 def _wrong_terminal(
@@ -124,12 +163,17 @@ def _wrong_terminal(
         return f"terminal event counts {last['index']} tokens, {len(tokens)} were delivered"
     if len(tokens) > params.max_tokens:
         return f"{len(tokens)} tokens delivered, {params.max_tokens} were asked for"
+    found = last["token"]
+    if not 0 <= found < max(1, prompt) or (found and not params.prefix_cache):
+        return f"{found} of {prompt} prompt tokens are said to come from the prefix cache"
     reason = last["reason"]
     ends_with_eos = bool(tokens) and not params.ignore_eos and tokens[-1] in eos
     ends_with_stop = bool(tokens) and tokens[-1] in params.stop_token_ids
-    early = [t for t in tokens[:-1] if (not params.ignore_eos and t in eos) or t in params.stop_token_ids]
-    if early:
-        return f"went on after the stop token {early[0]}"
+    stops = [i for i, t in enumerate(tokens) if (not params.ignore_eos and t in eos) or t in params.stop_token_ids]
+    if stops and stops[0] < params.min_tokens:
+        return f"token {stops[0]} is the stop token {tokens[stops[0]]}, barred before min_tokens {params.min_tokens}"
+    if stops and stops[0] < len(tokens) - 1:
+        return f"went on after the stop token {tokens[stops[0]]}"
     expected: dict[int, bool] = {
         FinishReason.EOS: ends_with_eos,
         FinishReason.STOP_TOKEN: ends_with_stop,
@@ -146,20 +190,22 @@ def _wrong_terminal(
 def check_fifo(history: History, log: Array, log_lost: int) -> CheckResult:
     """Clause fifo. log: all `LogEntry` records of the run; log_lost: entries overwritten before it was read."""
     if log_lost:
-        return _result(Verdict.UNKNOWN, "fifo", f"{log_lost} event-log entries were overwritten")
+        return _result(Verdict.UNKNOWN, "fifo", f"{log_lost} event-log entries were overwritten", gap=log_lost)
     mine = log[log["ring"] == history.ring]
-    order = {(s.slot, s.generation): s.sq_index for s in history.submitted}
-    accepted = [
-        order[key]
-        for e in mine[mine["kind"] == LogKind.ACCEPT]
-        if (key := (int(e["slot"]), int(e["generation"]))) in order
-    ]
-    admitted = [
-        order[key]
-        for e in mine[(mine["kind"] == LogKind.ADMIT) & (mine["c"] == 0)]  # c counts preemptions: first admissions
-        if (key := (int(e["slot"]), int(e["generation"]))) in order
-    ]
-    for name, sequence in (("taken", accepted), ("admitted", admitted)):
+    order = {(s.slot, s.generation): s for s in history.submitted}
+
+    def indices(entries: Array, priority: int | None = None) -> list[int]:
+        found = [order[key] for e in entries if (key := (int(e["slot"]), int(e["generation"]))) in order]
+        specs = history.program.requests
+        return [s.sq_index for s in found if priority in (None, specs[s.request].params.priority)]
+
+    accepted = indices(mine[mine["kind"] == LogKind.ACCEPT])
+    firsts = mine[(mine["kind"] == LogKind.ADMIT) & (mine["c"] == 0)]  # c counts preemptions: first admissions
+    admitted = indices(firsts)
+    for name, sequence in [
+        ("taken", accepted),
+        *(("admitted", indices(firsts, p)) for p in {r.params.priority for r in history.program.requests}),
+    ]:
         for before, after in pairwise(sequence):
             if after <= before:
                 return _result(
@@ -183,10 +229,15 @@ def check_fifo(history: History, log: Array, log_lost: int) -> CheckResult:
     return _result(Verdict.VALID, "fifo", f"{len(admitted)} first admissions in submission order")
 
 
-def check_history(history: History, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:
-    """Clauses of the history alone. Other properties ask for them first: what was not delivered shows nothing."""
+def check_history(
+    history: History, *, eos_ids: Iterable[int], max_len: int, explained: Collection[ErrorReason] = ()
+) -> CheckResult:
+    """Clauses of the history alone. Other properties ask for them first: what was not delivered shows nothing.
+
+    explained: as in `check_terminals`.
+    """
     first = check_delivery(history)
-    return first if not first.ok() else merge([first, check_terminals(history, eos_ids, max_len)])
+    return first if not first.ok() else merge([first, check_terminals(history, eos_ids, max_len, explained)])
 
 
 def check(history: History, log: Array, log_lost: int, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:

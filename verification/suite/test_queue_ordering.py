@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from blink_core.abi.definition import MAX_LOGPROBS, PRIORITIES
 from blink_core.abi.dtypes import SLOT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason
 from blink_core.frontend.ring_client import ProtocolError
@@ -17,7 +18,7 @@ from blink_core.transport.interface import TransportError
 from verification.fixtures import Judge, Subject
 from verification.history import History
 from verification.program import Program, draw_program
-from verification.properties import queue_ordering
+from verification.properties import queue_ordering, service_order
 from verification.result import CheckResult, Measurement, Verdict
 from verification.suite.running import serve
 from verification.suite.situations import record_situations
@@ -35,7 +36,8 @@ def check_run(subject: Subject, program: Program, judge: Judge) -> History:
     history = serve(subject, program, judge)
     start = int(before.header["log_tail"])
     after = subject.snapshot(log_from=start)
-    judge(queue_ordering.check_fifo(history, after.log, after.log_lost - start), history)
+    judge(queue_ordering.check_fifo(history, after.log, after.log_gap), history)
+    judge(service_order.check_service(before, after, [history]), history)
     record_situations(judge.record, before, after, after.log)
     return history
 
@@ -104,8 +106,15 @@ BAD_FIELDS = {
     "top_p": (1.5, ErrorReason.BAD_PARAM),
     "flags": (0x80, ErrorReason.BAD_PARAM),
     "n_stop": (9, ErrorReason.BAD_PARAM),
-    "priority": (1, ErrorReason.BAD_PARAM),
-    "deadline_us": (1, ErrorReason.BAD_PARAM),
+    "priority": (PRIORITIES, ErrorReason.BAD_PARAM),
+    "min_p": (-0.1, ErrorReason.BAD_PARAM),
+    "repetition_penalty": (0.0, ErrorReason.BAD_PARAM),
+    "presence_penalty": (np.nan, ErrorReason.BAD_PARAM),
+    "frequency_penalty": (np.inf, ErrorReason.BAD_PARAM),
+    "min_tokens": (5, ErrorReason.BAD_PARAM),
+    "n_bias": (2**31, ErrorReason.BAD_PARAM),
+    "logprobs": (MAX_LOGPROBS + 1, ErrorReason.BAD_PARAM),
+    "mask_box": (1, ErrorReason.BAD_PARAM),
 }
 
 
@@ -118,7 +127,7 @@ def test_malformed_descriptor(tiny: Subject, judge: Judge, field: str, seed: int
     value, reason = BAD_FIELDS[field]
     slot = np.zeros(1, SLOT)
     prompt = np.arange(1, 20, dtype="<i4")
-    slot["prompt_len"], slot["max_tokens"], slot["top_p"] = prompt.size, 4, 1.0
+    slot["prompt_len"], slot["max_tokens"], slot["top_p"], slot["repetition_penalty"] = prompt.size, 4, 1.0, 1.0
     slot[field] = value
     slot["prompt_checksum"] = words_checksum(prompt)
     _refused(tiny, judge, slot, prompt, reason)
@@ -132,7 +141,7 @@ def test_foreign_token_id(tiny: Subject, judge: Judge) -> None:
     """
     prompt = np.array([1, 2, tiny.rig.descriptor.config.vocab], "<i4")
     slot = np.zeros(1, SLOT)
-    slot["prompt_len"], slot["max_tokens"], slot["top_p"] = prompt.size, 4, 1.0
+    slot["prompt_len"], slot["max_tokens"], slot["top_p"], slot["repetition_penalty"] = prompt.size, 4, 1.0, 1.0
     _refused(tiny, judge, slot, prompt, ErrorReason.BAD_TOKEN)
     judge.record.cases()
 
@@ -144,7 +153,7 @@ def test_torn_descriptor(tiny: Subject, judge: Judge) -> None:
     """
     prompt = np.array([1, 2, 3], "<i4")
     slot = np.zeros(1, SLOT)
-    slot["prompt_len"], slot["max_tokens"], slot["top_p"] = prompt.size, 4, 1.0
+    slot["prompt_len"], slot["max_tokens"], slot["top_p"], slot["repetition_penalty"] = prompt.size, 4, 1.0, 1.0
     seal_slot(slot)  # sealed before generation and offset are filled in
     _refused(tiny, judge, slot, prompt, ErrorReason.CHECKSUM, seal=False)
     judge.record.cases()

@@ -217,5 +217,7 @@ def test_snapshot_copies_only_the_log_asked_for(subject: Subject) -> None:
     assert check_delivery(history).ok()
     whole, part = subject.snapshot(), subject.snapshot(log_from=start)
     assert part.log_lost == start
-    assert part.log.tobytes() == whole.log[start - whole.log_lost :].tobytes()
+    ours = whole.log[start - whole.log_lost :]  # credits may have come back between the two snapshots
+    assert len(ours) > 0
+    assert part.log[: len(ours)].tobytes() == ours.tobytes()
     assert len(part.log) > 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import DTYPES, LOG_ENTRY, REQUEST, Array
-from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, PageState, RequestState
+from blink_core.abi.enums import Admission, ErrorReason, FinishReason, LogKind, PageState, RequestState
 from hil_rigs.engine_memory import StateSnapshot
 from verification.properties import kv_conservation as kv
 from verification.result import Verdict
@@ -35,32 +36,59 @@ def snapshot(
     owned: dict[int, list[int]] | None = None,
     quarantine: tuple[int, ...] = (),
     *,
+    cached: dict[int, int] | None = None,
+    lru: tuple[int, ...] = (),
     in_flight: int = 1,
     log: Array | None = None,
     first: int = 0,
 ) -> StateSnapshot:
-    """A consistent state in which each request of `owned` has those pages, full to the last token."""
-    owned = {} if owned is None else owned
+    """A consistent state in which each request of `owned` has those pages, computed up to the last token but one.
+
+    cached: parent of each cached page. lru: those without holders. All requests have the tokens 0, 1, 2 ...
+    """
+    owned, cached = owned or {}, cached or {}
     requests, pages = np.zeros(8, REQUEST), np.zeros(CONFIG.pages, DTYPES["Page"])
     tables = np.zeros((CONFIG.max_rows, CONFIG.max_pages), np.uint32)
-    pages["owner"] = -1
+    for name in ("owner", "bucket_next", "lru_prev", "lru_next"):
+        pages[name] = -1
     pages["state"][:2] = PageState.RESERVED
     requests["row"] = -1
+    most = 0
     for row, (request, members) in enumerate(owned.items()):
         q = requests[request]
         q["state"], q["generation"], q["row"], q["n_pages"] = RequestState.RUNNING, 3, row, len(members)
         q["computed"] = 4 * len(members) - 1
         q["total"] = q["computed"] + 1
+        q["prompt_len"], q["max_tokens"] = 4, 9
+        q["published"] = sum(page in cached for page in members)
+        most += 3
         tables[row, : len(members)] = members
         for page in members:
-            pages[page] = (request, 3, 1, PageState.OWNED)
+            if page not in cached:
+                pages["owner"][page], pages["generation"][page], pages["state"][page] = request, 3, PageState.OWNED
+            pages["refs"][page] += 1
+    page_tokens, buckets = np.zeros((CONFIG.pages, 4), np.int32), np.full(CONFIG.pages, -1, np.int32)
+    for page, parent in cached.items():
+        depth, up = 0, parent
+        while up:
+            depth, up = depth + 1, cached[up]
+        pages["state"][page], pages["parent"][page] = PageState.CACHED, parent
+        pages["hash"][page] = 70 + depth  # the same for siblings, so that buckets have chains
+        pages["children"][parent] += parent != 0
+        page_tokens[page] = np.arange(4 * depth, 4 * depth + 4)
+        bucket = (70 + depth) % CONFIG.pages
+        pages["bucket_next"][page], buckets[bucket] = buckets[bucket], page
+    for before, after in pairwise(lru):
+        pages["lru_next"][before], pages["lru_prev"][after] = after, before
     pages["state"][list(quarantine)] = PageState.QUARANTINED
-    taken = {page for members in owned.values() for page in members} | set(quarantine)
+    taken = {page for members in owned.values() for page in members} | set(quarantine) | set(cached)
     free = np.array([p for p in range(2, CONFIG.pages) if p not in taken], np.uint32)
     entries = np.zeros(0, LOG_ENTRY) if log is None else log
     header = np.zeros(1, DTYPES["StateHeader"])[0]
     header["free_pages"], header["quarantined"], header["running"] = len(free), len(quarantine), len(owned)
     header["in_flight"], header["live"], header["log_tail"] = in_flight, len(owned), first + len(entries)
+    header["lru_head"], header["lru_tail"] = (lru[0], lru[-1]) if lru else (-1, -1)
+    header["idle_cached"], header["committed_pages"], header["reserved_for"] = len(lru), most, -1
     return StateSnapshot(
         config=CONFIG,
         header=header,
@@ -73,11 +101,30 @@ def snapshot(
         quarantine=np.array(quarantine, np.uint32),
         log=entries,
         log_lost=first,
+        log_from=first,
+        buckets=buckets,
+        page_tokens=page_tokens,
+        running_tokens=np.tile(np.arange(CONFIG.max_len, dtype=np.int32), (len(owned), 1)),
     )
 
 
+def tree() -> StateSnapshot:
+    """Two requests share pages 2 and 3; 5 and then 4 follow 3, 6 follows 2, and nobody holds these."""
+    s = snapshot({BUSY: [2, 3, 8], OTHER: [2, 3, 7]}, cached={2: 0, 3: 2, 4: 3, 5: 4, 6: 2}, lru=(5, 6, 4))
+    s.page_tokens[6] = 9
+    return s
+
+
 @pytest.mark.parametrize(
-    "s", [snapshot(in_flight=0), snapshot({BUSY: [2, 3], OTHER: [7]}), snapshot({BUSY: [2]}, (4, 5))]
+    "s",
+    [
+        snapshot(in_flight=0),
+        snapshot({BUSY: [2, 3], OTHER: [7]}),
+        snapshot({BUSY: [2]}, (4, 5)),
+        snapshot({BUSY: [2, 3]}, cached={2: 0}),
+        snapshot(cached={2: 0, 3: 2}, lru=(3, 2), in_flight=0),
+        tree(),
+    ],
 )
 def test_good_snapshots_pass(s: StateSnapshot) -> None:
     """Catches: a checker that rejects a consistent state."""
@@ -121,6 +168,49 @@ def dead_but_owning() -> StateSnapshot:
     return _set(s, "header", None, live=0)
 
 
+def over_reserved() -> StateSnapshot:
+    s = snapshot({BUSY: [2], OTHER: [3], 0: [4]}, in_flight=1)
+    return replace(s, config=replace(CONFIG, admission=Admission.RESERVE))
+
+
+def unlinked(s: StateSnapshot, page: int) -> StateSnapshot:
+    """Takes a page out of its hash bucket."""
+    bucket = int(s.pages[page]["hash"]) % CONFIG.pages
+    following = int(s.pages[page]["bucket_next"])
+    if s.buckets[bucket] == page:
+        s.buckets[bucket] = following
+    else:
+        s.pages["bucket_next"][s.pages["bucket_next"] == page] = following
+    return s
+
+
+def foreign_tokens(s: StateSnapshot, page: int) -> StateSnapshot:
+    s.page_tokens[page, 3] = 60
+    return s
+
+
+def behind_own() -> StateSnapshot:
+    s = snapshot({BUSY: [8, 2, 9]}, cached={2: 0})
+    s.page_tokens[2] = [4, 5, 6, 7]
+    return s
+
+
+def reparented() -> StateSnapshot:
+    """Page 3 lies behind page 2 in a table, and is cached as a first page."""
+    s = snapshot({BUSY: [2, 3, 8]}, cached={2: 0, 3: 0})
+    s.page_tokens[3] = [4, 5, 6, 7]
+    return s
+
+
+def twins() -> StateSnapshot:
+    return foreign_tokens(snapshot(cached={2: 0, 3: 0}, lru=(2, 3), in_flight=0), 9)
+
+
+def held_by_the_dead() -> StateSnapshot:
+    s = snapshot({BUSY: [2, 3]}, cached={2: 0}, in_flight=0)
+    return _set(s, "header", None, live=0)
+
+
 BAD: dict[str, tuple[str, Callable[[], StateSnapshot]]] = {
     "leaked": ("one-state", lambda: without_page(base())),
     "free-and-owned": ("one-state", lambda: listed(base(), 2)),
@@ -132,7 +222,40 @@ BAD: dict[str, tuple[str, Callable[[], StateSnapshot]]] = {
     "metadata-state": ("one-state", lambda: _set(base(), "pages", 2, state=PageState.FREE)),
     "garbage-state": ("one-state", lambda: _set(base(), "pages", 2, state=77)),
     "header-counts": ("one-state", lambda: _set(base(), "header", None, free_pages=4_000_000_000)),
-    "refs": ("owner", lambda: _set(base(), "pages", 2, refs=2)),
+    "refs": ("refs", lambda: _set(base(), "pages", 2, refs=2)),
+    "page-twice-in-a-table": ("one-state", lambda: table(base(), 2)),
+    "state-of-a-private-page": ("one-state", lambda: _set(base(), "pages", 2, state=PageState.CACHED)),
+    "set-aside": ("coverage", lambda: _set(base(), "header", None, committed_pages=5)),
+    "set-aside-too-many": ("coverage", lambda: over_reserved()),
+    "tokens-beyond": ("coverage", lambda: _set(base(), "requests", BUSY, total=33)),
+    "cached-refs": ("refs", lambda: _set(tree(), "pages", 2, refs=1)),
+    "cached-refs-zero": ("refs", lambda: _set(tree(), "pages", 5, refs=1)),
+    "cached-owner": ("owner", lambda: _set(tree(), "pages", 2, owner=BUSY)),
+    "cached-state": ("one-state", lambda: _set(tree(), "pages", 2, state=PageState.OWNED)),
+    "cached-and-free": ("one-state", lambda: listed(tree(), 5)),
+    "cached-and-lost": ("one-state", lambda: unlinked(tree(), 5)),
+    "shared-uncached": ("one-state", lambda: unlinked(tree(), 2)),
+    "other-tokens": ("hit", lambda: foreign_tokens(tree(), 3)),
+    "hit-behind-own": ("hit", lambda: behind_own()),
+    "hit-out-of-place": ("hit", lambda: _set(reparented(), "header", None)),
+    "published-count": ("hit", lambda: _set(tree(), "requests", BUSY, published=1)),
+    "published-uncomputed": ("hit", lambda: _set(tree(), "requests", BUSY, computed=7)),
+    "found-whole-prompt": ("hit", lambda: _set(tree(), "requests", BUSY, cached=4)),
+    "found-part-of-a-page": ("hit", lambda: _set(tree(), "requests", BUSY, cached=3)),
+    "orphan": ("cache", lambda: _set(tree(), "pages", 6, parent=9)),
+    "children": ("cache", lambda: _set(tree(), "pages", 2, children=1)),
+    "twins": ("cache", lambda: twins()),
+    "bucket": ("cache", lambda: _set(tree(), "pages", 4, hash=71)),
+    "bucket-loop": ("cache", lambda: _set(tree(), "pages", 5, bucket_next=5)),
+    "bucket-beyond": ("cache", lambda: _set(tree(), "pages", 5, bucket_next=1000)),
+    "lru-missing": ("lru", lambda: _set(tree(), "pages", 6, lru_next=-1)),
+    "lru-loop": ("lru", lambda: _set(tree(), "pages", 4, lru_next=5)),
+    "lru-held": ("lru", lambda: snapshot({BUSY: [2, 3]}, cached={2: 0}, lru=(2,))),
+    "lru-backwards": ("lru", lambda: _set(tree(), "pages", 4, lru_prev=5)),
+    "lru-count": ("lru", lambda: _set(tree(), "header", None, idle_cached=2)),
+    "lru-parent-first": ("lru", lambda: snapshot(cached={2: 0, 3: 2}, lru=(2, 3), in_flight=0)),
+    "lru-beyond": ("cache", lambda: _set(tree(), "header", None, lru_head=99)),
+    "nobody-lives-cached": ("release", lambda: held_by_the_dead()),
     "owner": ("owner", lambda: _set(base(), "pages", 2, owner=OTHER)),
     "generation": ("owner", lambda: _set(base(), "pages", 2, generation=2)),
     "request-beyond": ("owner", lambda: running(base(), BUSY, OTHER, 800)),
@@ -179,7 +302,38 @@ LENGTH = (LogKind.FINISH, FinishReason.LENGTH, 1, 1)
 FAILED = (LogKind.ERROR, ErrorReason.MODEL_ERROR, 0, 1)
 IDLE = snapshot(in_flight=0)
 
+RESULT = (LogKind.RESULT, 9, 0, 0)
+PREEMPTED, LOST = (LogKind.PREEMPT, 0, 4, 1), (LogKind.ERROR, ErrorReason.LEASE_LOST, 0, 1)
+LATE = (LogKind.ERROR, ErrorReason.DEADLINE, 0, 1)
+EVICT2, EVICT3 = (LogKind.PAGE_EVICT, 2, 0, 0), (LogKind.PAGE_EVICT, 3, 0, 0)
+PUBLISH2, UNSHARE2 = (LogKind.PAGE_PUBLISH, 2, 0, 0), (LogKind.PAGE_UNSHARE, 2, 0, 0)
+SHARE2, SHARE3 = (LogKind.PAGE_SHARE, 2, 0, 1), (LogKind.PAGE_SHARE, 3, 1, 1)
+ALLOC8, ALLOC9 = (LogKind.PAGE_ALLOC, 8, 2, 0), (LogKind.PAGE_ALLOC, 9, 1, 0)
+FREE8, FREE9 = (LogKind.PAGE_FREE, 8, 0, 0), (LogKind.PAGE_FREE, 9, 0, 0)
+EPOCH = (LogKind.EPOCH, 2, 1, 0)
+
+
+def idle_pair() -> StateSnapshot:
+    """Nobody lives; page 3 follows page 2 in the cache."""
+    return snapshot(cached={2: 0, 3: 2}, lru=(3, 2), in_flight=0)
+
+
+PUBLISHED = [ALLOC2, PLAN, STEP, RESULT, PUBLISH2, TOKEN]
+HIT = [SHARE2, SHARE3, ALLOC8]
+
 GOOD_LOGS: dict[str, tuple[list[Entry], StateSnapshot]] = {
+    "deadline-in-flight": ([ALLOC2, PLAN, STEP, HELD2, LATE, OUT2], IDLE),
+    "lease-lost-in-flight": ([ALLOC2, PLAN, STEP, HELD2, LOST, OUT2], IDLE),
+    "published": ([*PUBLISHED, ALLOC9], snapshot({BUSY: [2, 9]}, cached={2: 0})),
+    "published-and-over": (
+        [*PUBLISHED, UNSHARE2, LENGTH],
+        snapshot(cached={2: 0}, lru=(2,), in_flight=0),
+    ),
+    "cancelled-with-a-cached-page": (
+        [*PUBLISHED, ALLOC9, PLAN, STEP, CANCEL, (LogKind.PAGE_FREE, 9, 1, 0), UNSHARE2, CANCELLED],
+        snapshot(quarantine=(9,), cached={2: 0}, lru=(2,)),
+    ),
+    "dropped-epoch": ([*PUBLISHED, UNSHARE2, EPOCH], snapshot(cached={2: 0}, lru=(2,), in_flight=0)),
     "nothing": ([], IDLE),
     "one-step": ([ALLOC2, PLAN, STEP, TOKEN], snapshot({BUSY: [2]})),
     "finished": ([ALLOC2, PLAN, STEP, TOKEN, FREE2, LENGTH], IDLE),
@@ -192,10 +346,11 @@ GOOD_LOGS: dict[str, tuple[list[Entry], StateSnapshot]] = {
 }
 
 
-def after(entries: list[Entry], state: StateSnapshot, first: int = 0) -> StateSnapshot:
+def after(entries: Sequence[Entry], state: StateSnapshot, first: int = 0) -> StateSnapshot:
     made = log(*entries)
-    state.header["log_tail"] = first + len(made)
-    return replace(state, log=made, log_lost=first)
+    header = state.header.copy()
+    header["log_tail"] = first + len(made)
+    return replace(state, header=header, log=made, log_lost=first)
 
 
 @pytest.mark.parametrize("name", GOOD_LOGS)
@@ -206,7 +361,30 @@ def test_good_logs_pass(name: str) -> None:
     assert result.ok(), result
 
 
+CACHED2 = snapshot(cached={2: 0}, lru=(2,), in_flight=0)
 BAD_LOGS: dict[str, tuple[str, list[Entry], StateSnapshot]] = {
+    "deadline-free-in-flight": ("quarantine", [ALLOC2, PLAN, STEP, FREE2, LATE, RESULT], IDLE),
+    "lease-free-in-flight": ("quarantine", [ALLOC2, PLAN, STEP, FREE2, LOST, RESULT], IDLE),
+    "evict-in-flight": ("quarantine", [ALLOC2, PLAN, STEP, EVICT2], IDLE),
+    "share-in-flight": ("quarantine", [ALLOC2, PLAN, STEP, SHARE2], IDLE),
+    "published-unplanned": ("publish", [ALLOC2, RESULT, PUBLISH2, UNSHARE2, LENGTH], CACHED2),
+    "published-without-result": ("publish", [ALLOC2, PLAN, PREFILL, PUBLISH2, UNSHARE2, LENGTH], CACHED2),
+    "published-half": ("publish", [ALLOC2, (LogKind.PLAN_ROW, 3, 3, 0), *PUBLISHED[2:], UNSHARE2, LENGTH], CACHED2),
+    "published-before-the-next-result": ("publish", [ALLOC2, PLAN, STEP, RESULT, STEP, PUBLISH2], CACHED2),
+    "published-foreign": ("log", [PLAN, STEP, RESULT, PUBLISH2], CACHED2),
+    "published-elsewhere": ("log", [*PUBLISHED[:4], (LogKind.PAGE_PUBLISH, 2, 1, 0)], CACHED2),
+    "published-behind-a-stranger": ("log", [*PUBLISHED[:4], (LogKind.PAGE_PUBLISH, 2, 0, 7)], CACHED2),
+    "shared-uncached": ("log", [SHARE2], snapshot({BUSY: [2]})),
+    "unshared-unheld": ("log", [UNSHARE2], IDLE),
+    "evicted-uncached": ("evict", [EVICT2], IDLE),
+    "evicted-while-held": ("evict", [*PUBLISHED, EVICT2], IDLE),
+    "kept-after-the-end": ("release", [ALLOC2, LENGTH], snapshot({BUSY: [2]})),
+    "kept-after-an-error": ("release", [ALLOC2, FAILED], snapshot({BUSY: [2]})),
+    "kept-after-giving-way": ("release", [ALLOC2, PREEMPTED], snapshot({BUSY: [2]})),
+    "kept-after-an-epoch": ("release", [ALLOC2, EPOCH], snapshot({BUSY: [2]})),
+    "released-not-last": ("log", [ALLOC2, ALLOC3, FREE2], snapshot({BUSY: [3]})),
+    "place-in-table": ("log", [ALLOC3], snapshot({BUSY: [3]})),
+    "cache-differs": ("log", [*PUBLISHED, UNSHARE2, LENGTH], IDLE),
     "free-in-flight": ("quarantine", [ALLOC2, PLAN, STEP, CANCEL, FREE2, CANCELLED, TOKEN], IDLE),
     "given-in-quarantine": ("quarantine", [ALLOC2, PREFILL, CANCEL, HELD2, CANCELLED, ALLOC2], snapshot({BUSY: [2]})),
     "planned-in-flight": ("quarantine", [ALLOC2, STEP, ALLOC3, TOKEN], snapshot({BUSY: [2, 3]})),
@@ -229,6 +407,61 @@ def test_bad_logs_are_invalid(name: str) -> None:
     clause, entries, state = BAD_LOGS[name]
     result = kv.check_log(snapshot(in_flight=0), after(entries, state))
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
+
+
+def fold(entries: Sequence[Entry], state: StateSnapshot, start: StateSnapshot) -> str:
+    """Clause and verdict of entries that follow `start`."""
+    result = kv.check_log(start, after(entries, state))
+    return f"{result.clause} {result.verdict}"
+
+
+def test_life_of_a_cached_page() -> None:
+    """Catches: hits, twins and evictions that are not followed, or are followed wrongly, through the log."""
+    held = {BUSY: [2, 3, 8]}
+    assert fold(HIT, snapshot(held, cached={2: 0, 3: 2}), idle_pair()) == "log valid"
+    assert fold([EVICT3], snapshot(cached={2: 0}, lru=(2,), in_flight=0), idle_pair()) == "log valid"
+    assert fold([EVICT3, EVICT2], IDLE, idle_pair()) == "log valid"
+    back = [*HIT, FREE8, (LogKind.PAGE_UNSHARE, 3, 0, 0), UNSHARE2, PREEMPTED]
+    assert fold(back, idle_pair(), idle_pair()) == "log valid"
+    twin = [(LogKind.PAGE_ALLOC, 9, 0, 0), PLAN, STEP, RESULT, SHARE2, FREE9, (*ALLOC8[:2], 1, 0)]
+    one = snapshot({BUSY: [2, 8]}, cached={2: 0})
+    assert fold(twin, one, CACHED2) == "log valid"
+    assert fold([*twin[:5], *twin[6:]], one, CACHED2) == "log invalid"  # the own copy is never released
+    quarantined = [*twin[:5], (LogKind.PAGE_FREE, 9, 1, 0)]
+    assert fold(quarantined, snapshot({BUSY: [2]}, (9,), cached={2: 0}), CACHED2) == "log invalid"
+
+
+@pytest.mark.parametrize(
+    ("clause", "entries"),
+    [
+        ("evict", [EVICT2]),  # not the least recently used; page 3 follows it
+        ("evict", [SHARE2, EVICT2]),
+        ("evict", [SHARE2, SHARE3, EVICT3]),
+        ("log", [SHARE3]),  # not behind page 2
+        ("log", [(*SHARE2[:2], 0, 2)]),  # counts two holders
+        ("log", [SHARE2, (*SHARE2[:2], 1, 2)]),
+        ("log", [SHARE2, SHARE3, UNSHARE2]),  # page 3 follows it in the table
+        ("log", [(*SHARE2[:2], 5, 1)]),
+        ("log", [*HIT, ALLOC8]),
+        ("log", HIT[:2]),  # memory shows page 8 as well
+        ("log", [ALLOC2]),  # cached, not free
+    ],
+)
+def test_bad_life_of_a_cached_page(clause: str, entries: list[Entry]) -> None:
+    """Catches: an eviction of a page in use, or with followers; a hit out of place; counts that drift."""
+    end = snapshot({BUSY: [2, 3, 8]}, cached={2: 0, 3: 2})
+    assert fold(entries, end, idle_pair()) == f"{clause} invalid"
+
+
+def test_memory_disagrees_about_the_cache() -> None:
+    """Catches: holders, parents or ages of cached pages that are not compared with memory at the end."""
+    fresh = snapshot(cached={2: 0, 3: 0}, lru=(3, 2), in_flight=0)
+    fresh.page_tokens[3] = 50
+    older = snapshot(cached={2: 0, 3: 0}, lru=(2, 3), in_flight=0)
+    older.page_tokens[3] = 50
+    for start, end in ((idle_pair(), fresh), (older, fresh), (snapshot({BUSY: [2, 9]}, cached={2: 0}), IDLE)):
+        assert kv.check_snapshot(end).ok()
+        assert fold([], end, start) == "log invalid"
 
 
 def test_step_in_flight_at_the_first_snapshot() -> None:

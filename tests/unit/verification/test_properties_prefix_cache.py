@@ -1,0 +1,105 @@
+"""The checkers of the prefix cache as its users see it, and of the situations that a log shows: good cases and bad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blink_core.abi.dtypes import LOG_ENTRY, Array
+from blink_core.abi.enums import EventKind, FinishReason, LogKind
+from blink_core.abi.params import SamplingParams
+from verification.history import History, Submitted
+from verification.program import Program, RequestSpec
+from verification.properties import prefix_cache as cache
+from verification.suite.situations import pool_exhausted
+
+PAGE, RING = 4, 1
+
+
+def history(*found: int, tokens: Sequence[int] = (7, 8), first_slot: int = 0) -> History:
+    """Requests of 9 prompt tokens, of which `found` came from the cache."""
+    events: list[dict[str, Any]] = []
+    for at, n in enumerate(found):
+        name = {"slot": first_slot + at, "generation": 1}
+        events += [name | {"kind": EventKind.TOKEN, "index": i, "token": t} for i, t in enumerate(tokens)]
+        events.append(name | {"kind": EventKind.FINISH, "reason": FinishReason.LENGTH, "index": 2, "token": n})
+    program = Program(tuple(RequestSpec(tuple(range(9)), SamplingParams(2)) for _ in found))
+    submitted = [Submitted(i, first_slot + i, 1, i) for i in range(len(found))]
+    return History(program, RING, submitted, events=events, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "verdict"),
+    [
+        ((0, 8), True, "valid"),
+        ((0, 0), False, "valid"),
+        ((0, 0), True, "unknown"),
+        ((0, 4), False, "invalid"),
+        ((0, 3), True, "invalid"),
+        ((0, 12), True, "invalid"),
+        ((0, -4), True, "invalid"),
+    ],
+)
+def test_what_was_found(found: tuple[int, ...], expected: bool, verdict: str) -> None:
+    """Catches: parts of pages, or a whole prompt, taken for a hit; a pass of a run with no hits, or unwanted ones."""
+    result = cache.check_hits(history(*found), PAGE, expected=expected)
+    assert (result.clause, result.verdict) == ("found", verdict)
+
+
+def rows(h: History, logits: float = 0.5) -> cache.Rows:
+    dtype = np.dtype([("token", "<i4"), ("logits", "<f4", (3,))])
+    made = {}
+    for s in h.submitted:
+        for i, token in enumerate(h.tokens_of(s)):
+            made[RING, s.slot, s.generation, 9 + i] = np.array((token, [logits, 1.0, 2.0 + i]), dtype)
+    return made
+
+
+def test_on_and_off_are_the_same() -> None:
+    """Catches: other tokens, or a single bit of the logits, that the prefix cache changes."""
+    on, off = history(8, 0), history(0, 0, first_slot=5)
+    assert cache.check_same(on, rows(on), off, rows(off)).ok()
+    nearly = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    others = history(0, 0, tokens=(7, 9))
+    for a, b in (((on, rows(on)), (off, rows(off, nearly))), ((on, rows(on)), (others, rows(others)))):
+        result = cache.check_same(*a, *b)
+        assert (result.clause, result.verdict) == ("same", "invalid")
+    silent = history(0, tokens=())
+    assert cache.check_same(silent, {}, silent, {}).verdict == "unknown"
+
+
+def log(*entries: tuple[int, int, int]) -> Array:
+    """Entries (kind, slot, a) of generation 1."""
+    made = np.zeros(len(entries), LOG_ENTRY)
+    for record, (kind, slot, a) in zip(made, entries, strict=True):
+        record["kind"], record["slot"], record["a"], record["ring"], record["generation"] = kind, slot, a, RING, 1
+    return made
+
+
+@pytest.mark.parametrize("kind", [LogKind.PAGE_SHARE, LogKind.PAGE_PUBLISH, LogKind.PREFIX_HIT])
+def test_opt_out(kind: LogKind) -> None:
+    """Catches: a request whose content was to stay out of the cache, and did not; a pass where nobody shared."""
+    private = {(0, 1)}
+    assert cache.check_opt_out(log((kind, 1, 5), (LogKind.PAGE_ALLOC, 0, 6)), private).ok()
+    assert cache.check_opt_out(log((kind, 1, 5), (kind, 0, 5)), private).verdict == "invalid"
+    assert cache.check_opt_out(log((LogKind.PAGE_ALLOC, 0, 6)), private).verdict == "unknown"
+    assert cache.check_opt_out(log((kind, 1, 5)), set()).verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "exhausted"),
+    [
+        ([], False),
+        ([(LogKind.PREEMPT, 0)], True),
+        ([(LogKind.PREEMPT, 0), (LogKind.STEP, 0)], True),
+        ([(LogKind.PREEMPT, 0), (LogKind.PREEMPT, 0), (LogKind.RESERVATION, 2), (LogKind.STEP, 0)], False),
+        ([(LogKind.PREEMPT, 0), (LogKind.RESERVATION, 1)], True),
+        ([(LogKind.PREEMPT, 0), (LogKind.STEP, 0), (LogKind.PREEMPT, 0), (LogKind.RESERVATION, 2)], True),
+    ],
+)
+def test_pool_exhausted(kinds: list[tuple[LogKind, int]], exhausted: bool) -> None:
+    """Catches: requests that gave way to a reservation, for rows perhaps, taken for a pool without a free page."""
+    assert pool_exhausted(log(*[(kind, 0, a) for kind, a in kinds])) is exhausted

@@ -1,0 +1,167 @@
+"""Drawn sampling parameters, and the clauses about them on hand-made histories."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blink_core.abi.capture import record_dtype
+from blink_core.abi.enums import EventKind, FinishReason
+from blink_core.abi.params import SamplingParams
+from verification.history import History, Submitted
+from verification.oracles.sampler import Agreement, alternatives, compare, log_probabilities
+from verification.program import Program, RequestSpec, Shape, draw_program
+from verification.properties import token_equivalence as te
+from verification.properties.log_probabilities import check_log_probabilities
+from verification.result import Verdict
+
+VOCAB = 30
+EOS = (4, 9)
+
+
+def drawn(count: int) -> list[Program]:
+    shape = Shape(vocab=VOCAB, page_size=4, longest=64, sampled=0.5)
+    return [draw_program(random.Random(seed), shape) for seed in range(count)]
+
+
+def test_every_parameter_is_drawn_greedy_and_not() -> None:
+    """Catches: a parameter that no program of the suite ever uses, or plain greedy requests drawn too rarely."""
+    params = [r.params for program in drawn(150) for r in program.requests]
+    plain = SamplingParams(1)
+    lengths = {"max_tokens", "seed", "ignore_eos", "priority", "deadline_us", "prefix_cache", "mask_box"}
+    only_hot = {"temperature", "top_p", "top_k", "min_p", "choice"}
+    for name in {field.name for field in fields(SamplingParams)} - lengths:
+        for hot in (True, False) if name not in only_hot else (True,):
+            used = [p for p in params if (p.temperature > 0) == hot and getattr(p, name) != getattr(plain, name)]
+            assert len(used) >= 10, (name, hot)
+    greedy = [p for p in params if te._raw_greedy(p, 0)]
+    assert len(greedy) >= len(params) / 3
+    assert all(p.min_tokens <= p.max_tokens and len(dict(p.logit_bias)) == len(p.logit_bias) for p in params)
+
+
+def test_programs_survive_json() -> None:
+    """Catches: a replayed program whose bias or stop ids are lists, which equal nothing, or are lost."""
+    for program in drawn(60):
+        assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+    old = asdict(SamplingParams(3))
+    del old["logit_bias"]  # written before there was one
+    stored = {"requests": [{"prompt": [1], "params": old, "after": 0, "cancel_after": None}]}
+    assert Program.from_json(stored).requests[0].params == SamplingParams(3)
+
+
+def play(params: SamplingParams, **engine: Any) -> tuple[History, dict[te.Key, Any]]:
+    """A run of one request on an engine that obeys, but for the parameters in `engine`; the logits it captured."""
+    rng = np.random.default_rng(params.seed)
+    prompt, used = (1, 2, 3), replace(params, **engine)
+    records = np.zeros(params.max_tokens, record_dtype(VOCAB))
+    records["ring"], records["slot"], records["generation"], records["vocab"] = 1, 3, 2, VOCAB
+    records["logits"] = rng.normal(0.5, 2, records["logits"].shape)
+    records["position"] = 3 + np.arange(params.max_tokens)
+    events: list[dict[str, Any]] = []
+    where = {"slot": 3, "generation": 2}
+    rows = {(1, 3, 2, 3 + i): records[i] for i in range(params.max_tokens)}
+    for i in range(params.max_tokens):
+        made = History(Program((RequestSpec(prompt, used),)), 1, [Submitted(0, 3, 2, 0)], events=list(events))
+        made.events.append({**where, "kind": EventKind.TOKEN, "index": i, "token": -1})
+        row = te.sampled_rows(made, rows, EOS)
+        logits = records[i]["logits"]
+        token = compare(row[-1])[0] if row and row[-1].position == 3 + i else int(logits.argmax())
+        top = alternatives(logits, params.logprobs)
+        for at in range(0, len(top), 2):
+            ids, values = zip(*top[at : at + 2], strict=True)
+            event = {**where, "kind": EventKind.LOGPROBS, "count": len(ids)}
+            events.append({**event, "tokens": list(ids), "logprobs": list(values)})
+        logprob = float(log_probabilities(logits)[token])
+        events.append({**where, "kind": EventKind.TOKEN, "index": i, "token": token, "logprob": logprob})
+        records[i]["token"] = token
+    events.append({**where, "kind": EventKind.FINISH, "reason": FinishReason.LENGTH})
+    return History(
+        Program((RequestSpec(prompt, params),)), 1, [Submitted(0, 3, 2, 0)], events=events, complete=True
+    ), rows
+
+
+GREEDY = SamplingParams(
+    25,
+    logit_bias=((7, 3.0), (8, -5.0)),
+    repetition_penalty=1.5,
+    presence_penalty=1.0,
+    frequency_penalty=0.7,
+    min_tokens=20,
+    stop_token_ids=(11,),
+    logprobs=5,
+)
+HOT = replace(GREEDY, temperature=1.2, top_k=12, top_p=0.9, min_p=0.05, choice=4)
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_obedient_engine_passes(params: SamplingParams) -> None:
+    """Catches: a clause that disagrees with the oracle, or greedy rows with changed logits left out of it."""
+    history, rows = play(params)
+    found = te.sampled_rows(history, rows, EOS)
+    assert len(found) == 25
+    assert {compare(row)[1] for row in found} == {Agreement.SAME}
+    assert check_log_probabilities(history, rows).ok()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"logit_bias": ()},
+        {"repetition_penalty": 1.0},
+        {"presence_penalty": 0.0},
+        {"frequency_penalty": 0.0},
+        {"min_tokens": 0},
+        {"stop_token_ids": ()},
+        {"top_k": 0},
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"choice": 0},
+    ],
+)
+def test_disobedient_engine_is_seen(fault: dict[str, Any]) -> None:
+    """Catches: a parameter that the certificate does not look at."""
+    seen = 0
+    for seed in range(12):
+        base = replace(HOT, seed=seed, temperature=2.0, min_p=0.2 if "min_p" in fault else 0.0)
+        base = replace(base, top_k=4 if "top_k" in fault else 0, top_p=0.6 if "top_p" in fault else 1.0)
+        if not {"min_p", "top_p", "top_k", "choice"} & set(fault):
+            base = replace(base, temperature=0.7)
+        history, rows = play(base, **fault)
+        seen += te.check_sampler(te.sampled_rows(history, rows, EOS)).verdict is Verdict.INVALID
+    assert seen >= 3
+
+
+def test_raw_greedy_ends_where_min_tokens_does() -> None:
+    """Catches: greedy rows judged as raw argmaxima although an id was barred, or spared when none is any more."""
+    params = SamplingParams(9, min_tokens=4)
+    assert [te._raw_greedy(params, index) for index in range(6)] == [False] * 4 + [True] * 2
+    history, rows = play(params)
+    assert len(te.sampled_rows(history, rows, EOS)) == 4
+
+
+@pytest.mark.parametrize("what", ["value", "nan", "id", "order", "alternative", "missing token"])
+def test_wrong_log_probabilities_are_seen(what: str) -> None:
+    """Catches: log probabilities after temperature or penalties, of another row, or NaN; alternatives out of order."""
+    history, rows = play(HOT)
+    token = next(e for e in history.events if e["kind"] == EventKind.TOKEN)
+    first = next(e for e in history.events if e["kind"] == EventKind.LOGPROBS)
+    if what == "value":
+        token["logprob"] += 1e-3
+    elif what == "nan":
+        token["logprob"] = float("nan")
+    elif what == "id":
+        first["tokens"][0] = (first["tokens"][0] + 1) % VOCAB
+    elif what == "order":
+        first["tokens"].reverse()
+    elif what == "alternative":
+        first["logprobs"][1] -= 1e-3
+    else:
+        history.events = [e for e in history.events if e["kind"] not in (EventKind.TOKEN, EventKind.LOGPROBS)]
+    result = check_log_probabilities(history, rows)
+    expected = Verdict.UNKNOWN if what == "missing token" else Verdict.INVALID
+    assert (result.clause, result.verdict) == ("logprob", expected)

@@ -1,0 +1,175 @@
+"""Requests that begin alike share KV pages: what is shared is right, and nobody can tell by the answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blink_core.abi.params import SamplingParams
+from hil_rigs.engine_memory import EngineUnreachable
+from hil_rigs.local import LocalOptions, LocalRig
+from verification.certificate.recorder import Recorder
+from verification.drivers.ring import run_program
+from verification.fixtures import RING, EngineLost, Judge, Subject
+from verification.history import History
+from verification.program import Program, RequestSpec, Shape
+from verification.properties import kv_conservation, kv_content, prefix_cache, queue_ordering, token_equivalence
+from verification.result import CheckResult
+from verification.run_context import RunContext
+from verification.suite.another_rig import another_rig
+from verification.suite.running import serve
+from verification.suite.situations import record_situations
+
+pytestmark = [pytest.mark.capability("cpu", "shared-memory", "oracle")]
+
+FOLLOWERS = 6
+NEW = 8  # output tokens of each
+
+
+def draw_shared(rng: random.Random, shape: Shape, *, sampled: bool) -> Program:
+    """One request, and when it has ended, several whose prompts begin like its own, up to places about page boundaries.
+
+    The last of them has the very same prompt: at most all but one of its tokens can be found.
+    """
+    pages = min(3, (shape.longest - NEW) // shape.page_size - 1)
+    base = tuple(rng.randrange(shape.vocab) for _ in range(pages * shape.page_size))
+    room = shape.longest - NEW
+    requests = [RequestSpec(base, _params(rng, hot=False))]
+    for follower in range(FOLLOWERS):
+        if follower == FOLLOWERS - 1:
+            prompt = base
+        else:
+            same = rng.randint(1, pages) * shape.page_size + rng.choice((-1, 0, 1))
+            fresh = tuple(rng.randrange(shape.vocab) for _ in range(rng.randint(1, shape.page_size)))
+            prompt = (base[:same] + fresh)[:room]
+        # Its tokens and its end: one event more than the first request has tokens.
+        requests.append(RequestSpec(prompt, _params(rng, hot=sampled and follower % 2 == 1), after=NEW + 1))
+    return Program(tuple(requests))
+
+
+def _params(rng: random.Random, *, hot: bool) -> SamplingParams:
+    return SamplingParams(NEW, temperature=1.0 if hot else 0.0, seed=rng.getrandbits(64), ignore_eos=True)
+
+
+def without_cache(program: Program) -> Program:
+    """The same requests, none of which reads the prefix cache or adds to it."""
+    return Program(tuple(replace(r, params=replace(r.params, prefix_cache=False)) for r in program.requests))
+
+
+class Observation:
+    """At each observed boundary: recounts all pages and gathers the KV of requests that found a part in the cache."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.results: list[CheckResult] = []
+        self.rows: list[kv_content.Gathered] = []
+
+    def __call__(self) -> None:
+        memory = self.subject.rig.memory
+        try:
+            with memory.hold():
+                snapshot = memory.snapshot(log_from=2**63)  # no entries
+                result = kv_conservation.check_snapshot(snapshot)
+                rows = kv_content.gather(memory, snapshot, RING) if result.ok() else []
+        except EngineUnreachable as e:
+            raise EngineLost(str(e)) from e
+        self.results.append(result)
+        self.rows += [row for row in rows if row.found > 0]
+
+
+MOST_PROGRAMS = 6
+FEWEST_HITS = 3  # requests with shared pages whose KV is compared
+
+
+@pytest.mark.blink_property("kv-content")
+def test_shared_pages(tiny: Subject, record: Recorder, judge: Judge, seed: int) -> None:
+    """KV of requests that took pages from the prefix cache, in a pool where nothing but the cache could give them.
+
+    Catches: a hit on other tokens or at another place; a page shared before it was computed, or changed afterwards.
+    """
+    rng = random.Random(seed)
+    rows: list[kv_content.Gathered] = []
+    for _ in range(MOST_PROGRAMS):
+        program = draw_shared(rng, tiny.shape, sampled=False)
+        observation, before = Observation(tiny), tiny.snapshot(log_from=2**63)
+        history = serve(tiny, program, judge, every=3, observe=observation)
+        after = tiny.snapshot(log_from=int(before.header["log_tail"]))
+        record_situations(record, before, after, after.log)
+        for result in [*observation.results, kv_conservation.check_log(before, after)]:
+            judge(result, history)
+        judge(kv_content.check_tokens(history, observation.rows), history)
+        judge(prefix_cache.check_hits(history, tiny.shape.page_size, expected=True), history)
+        latest = {(row.slot, row.generation): row for row in observation.rows}
+        rows += latest.values()
+        if len(rows) >= FEWEST_HITS:
+            break
+    record.situation("kv-after-prefix-hit", bool(rows))
+    parts = [kv_content.score(rows, *tiny.oracles)] if rows else []
+    judge(kv_content.judge(parts, tiny.thresholds.kv))
+
+
+@pytest.fixture
+def exact(blink_run: RunContext, tiny: Subject) -> Iterator[LocalRig]:
+    """An engine with the tiny model in batch-invariant mode: a token's logits depend on its context alone."""
+    options = LocalOptions(capture=True, batch_invariant=True, engine=tiny.rig.options.engine)
+    with another_rig(blink_run, f"exact-{tiny.name}", tiny.rig.model, options) as rig:
+        yield rig
+
+
+def _run(rig: LocalRig, tiny: Subject, program: Program, judge: Judge) -> tuple[History, prefix_cache.Rows]:
+    """A program's history and the logits behind each of its tokens."""
+    assert rig.descriptor.capture is not None
+    capture = Path(rig.descriptor.capture)
+    judge.case(program)
+    start = capture.stat().st_size if capture.exists() else 0
+    history = run_program(rig.ring(RING), program, ring=RING, died=lambda: rig.wait(0.0))
+    history.capture = (start, capture.stat().st_size if capture.exists() else 0)
+    judge(queue_ordering.check_history(history, eos_ids=tiny.eos_ids, max_len=tiny.max_len), history)
+    vocab = tiny.oracles[1].vocab_size
+    rows, result = token_equivalence.index_capture(
+        token_equivalence.read_window(capture, vocab, history.capture), vocab
+    )
+    judge(result, history)
+    judge(token_equivalence.check_capture(history, rows), history)
+    return history, rows
+
+
+@pytest.mark.blink_property("token-equivalence", id="prefix_cache_on_and_off")
+def test_on_and_off(tiny: Subject, exact: LocalRig, record: Recorder, judge: Judge, seed: int) -> None:
+    """The same requests with and without the prefix cache: every token and every bit of its logits is the same.
+
+    Catches: a shared page that is nearly right, a position that is counted from the hit, a hit that changes a draw.
+    """
+    rng = random.Random(seed)
+    for _ in range(2):
+        program = draw_shared(rng, tiny.shape, sampled=True)
+        off, off_rows = _run(exact, tiny, without_cache(program), judge)
+        judge(prefix_cache.check_hits(off, tiny.shape.page_size, expected=False), off)
+        on, on_rows = _run(exact, tiny, program, judge)
+        judge(prefix_cache.check_hits(on, tiny.shape.page_size, expected=True), on)
+        judge(prefix_cache.check_same(on, on_rows, off, off_rows), on, off)
+
+
+@pytest.mark.blink_property("kv-conservation")
+def test_opt_out(tiny: Subject, judge: Judge, seed: int) -> None:
+    """Requests that ask for no prefix cache, among others that share theirs.
+
+    Catches: the flag that keeps a request's content out of the cache, ignored one way or the other.
+    """
+    program = draw_shared(random.Random(seed), tiny.shape, sampled=False)
+    requests = [
+        replace(r, params=replace(r.params, prefix_cache=False)) if at % 2 else r
+        for at, r in enumerate(program.requests)
+    ]
+    program = Program(tuple(requests))
+    before = tiny.snapshot(log_from=2**63)
+    history = serve(tiny, program, judge)
+    after = tiny.snapshot(log_from=int(before.header["log_tail"]))
+    judge(kv_conservation.check_log(before, after), history)
+    private = {(s.slot, s.generation) for s in history.submitted if s.request % 2}
+    judge(prefix_cache.check_opt_out(after.log[after.log["ring"] == RING], private), history)
+    judge(prefix_cache.check_hits(history, tiny.shape.page_size, expected=True), history)

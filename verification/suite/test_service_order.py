@@ -1,0 +1,114 @@
+"""Several rings at once: who is served when, on an engine that has less than they all want."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from blink_core.abi.enums import LogLevel
+from blink_core.abi.params import SamplingParams
+from hil_rigs.engine_memory import EngineUnreachable
+from hil_rigs.local import LocalOptions, LocalRig
+from verification.certificate.recorder import Recorder
+from verification.drivers.ring import run_program
+from verification.fixtures import EngineLost, Judge
+from verification.history import History
+from verification.program import Program, RequestSpec
+from verification.properties import queue_ordering, service_order
+from verification.result import CheckResult
+from verification.run_context import RunContext
+from verification.suite.another_rig import another_rig
+from verification.suite.situations import record_situations
+
+pytestmark = [pytest.mark.blink_property("queue-ordering"), pytest.mark.capability("cpu", "shared-memory")]
+
+RINGS, REQUESTS, ROUNDS = 3, 16, 3
+PROMPTS = ((20, 48), (3, 8), (3, 8, 20, 48))  # lengths by ring: turns by request would not be fair by tokens
+FEWEST_CONTESTED = 20
+HOLD_S = 20.0
+# Few rows, few pages, and a quantum below the cost of most requests: all of it must be shared.
+SIZES = {
+    "rings": RINGS, "slots": REQUESTS, "sq_entries": 64, "cq_entries": 1024, "arena_tokens": 1 << 14, "max_len": 96,
+    "page_size": 8, "pages": 26, "max_rows": 4, "token_budget": 24, "quantum": 24, "reservation_steps": 8,
+    "log_entries": 1 << 18, "log_level": int(LogLevel.ALL),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crowded(blink_run: RunContext) -> Iterator[LocalRig]:
+    """An engine of three rings with the no-op model: what is judged here is the scheduler's alone."""
+    with another_rig(blink_run, "crowded", None, LocalOptions(engine=SIZES)) as rig:
+        yield rig
+
+
+def _draw(rng: random.Random, ring: int, vocab: int) -> Program:
+    """As many requests as a ring has slots; some are urgent, some are cancelled, some have a deadline they may miss."""
+    requests = []
+    for _ in range(REQUESTS):
+        prompt = tuple(rng.randrange(vocab) for _ in range(rng.choice(PROMPTS[ring])))
+        params = SamplingParams(
+            max_tokens=rng.choice((2, 8, 24)),
+            priority=rng.choice((0, 2, 2, 2, 3)),
+            deadline_us=rng.choice((1, 2000)) if rng.random() < 0.1 else 0,
+        )
+        requests.append(RequestSpec(prompt, params, cancel_after=1 if rng.random() < 0.1 else None))
+    return Program(tuple(requests))
+
+
+def _run(rig: LocalRig, programs: list[Program], failed: list[str]) -> list[History]:
+    """Runs one program on each ring, all of whose requests are published while the engine is held."""
+    clients = [rig.ring(ring) for ring in range(RINGS)]
+    histories: dict[int, History] = {}
+
+    def work(ring: int) -> None:
+        histories[ring] = run_program(clients[ring], programs[ring], ring=ring, died=lambda: rig.wait(0.0))
+
+    threads = [threading.Thread(target=work, args=(ring,)) for ring in range(RINGS)]
+    with rig.memory.hold():
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + HOLD_S
+        while sum(client.live for client in clients) < RINGS * REQUESTS:
+            if time.monotonic() > deadline:
+                failed.append(f"only {[client.live for client in clients]} requests were published in {HOLD_S:g} s")
+                break
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    return [histories[ring] for ring in range(RINGS)]
+
+
+def test_several_rings(crowded: LocalRig, record: Recorder, judge: Judge, seed: int) -> None:
+    """Three front ends publish at once far more than the engine can run, in several classes.
+
+    Catches: a ring that gets more or less than its share of tokens, a class that overtakes a more urgent one, a large
+    request that is passed by for ever, a deadline that is missed or comes early.
+    """
+    rng = random.Random(seed)
+    results: list[CheckResult] = []
+    memory, failed = crowded.memory, list[str]()
+    try:
+        for _ in range(ROUNDS):
+            programs = [_draw(rng, ring, crowded.descriptor.config.vocab) for ring in range(RINGS)]
+            for program in programs:
+                judge.case(program)
+            with memory.hold():
+                before = memory.snapshot(log_from=2**63)
+            histories = _run(crowded, programs, failed)
+            with memory.hold():
+                after = memory.snapshot(log_from=int(before.header["log_tail"]))
+            for history in histories:
+                judge(
+                    queue_ordering.check(history, after.log, after.log_gap, eos_ids=(), max_len=SIZES["max_len"]),
+                    history,
+                )
+            results.append(judge(service_order.check_service(before, after, histories), *histories))
+            record_situations(record, before, after, after.log)
+    except EngineUnreachable as e:
+        raise EngineLost(str(e)) from e
+    assert not failed, failed
+    judge(service_order.check_contested(results, FEWEST_CONTESTED))
