@@ -27,6 +27,7 @@ PROPERTY_NEEDS: Final = MappingProxyType(
         "kv-content": (*_ENGINE, "oracle"),
         "token-equivalence": (*_ENGINE, "oracle"),
         "streaming": (*_ENGINE, "http"),
+        "fault-tolerance": (*_ENGINE, "http"),
     }
 )
 """Property of `blink certify` -> capabilities it needs; where a rig does not have them, the property is `filtered`."""

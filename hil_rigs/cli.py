@@ -1,8 +1,9 @@
-"""`blink rig list` and `blink rig probe` [design 10]."""
+"""`blink rig list`, `probe`, `init` and `schema` [design 10]."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hil_rigs.capabilities import CAPABILITIES
-from hil_rigs.description import RigError, known_rigs, load_rig
+from hil_rigs.description import RigError, known_rigs, load_rig, rig_schema
 from hil_rigs.probe import ProbeReport, probe_rig
 
 EXIT_NOT_READY = 1
@@ -54,6 +55,32 @@ def probe(
     else:
         _print_report(report)
     raise typer.Exit(0 if report.ready else EXIT_NOT_READY)
+
+
+@rig_app.command("init")
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the new rig.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; NAME.yaml by default.")] = None,
+) -> None:
+    """Write a commented description of a rig of your own, to be edited.
+
+    Exit 0: written. 2: a bad name, or a file that is there already.
+    """
+    from hil_rigs.template import write_rig
+
+    path = out or Path(f"{name}.yaml")
+    try:
+        write_rig(name, path)
+    except RigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_UNUSABLE) from error
+    typer.echo(str(path))
+
+
+@rig_app.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of rig descriptions, for editors and other tools."""
+    typer.echo(json.dumps(rig_schema(), indent=2))
 
 
 def _print_report(report: ProbeReport) -> None:

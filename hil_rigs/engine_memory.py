@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 
 from blink_core import _native
 from blink_core.abi.config import EngineConfig
@@ -23,6 +24,7 @@ from blink_core.runtime.memory import MappedMemory
 from blink_core.transport.shm import Segment
 
 HOLD_LIMIT_S = 30.0  # of the scheduler's loop
+_LOOK_S = 0.1  # how often a wait for a boundary looks whether the engine's process is still there
 
 _CONTROL, _STATUS = CONTROL_LINE.offsets(), STATUS_LINE.offsets()
 
@@ -72,6 +74,7 @@ class EngineMemory:
         self.descriptor, self.config = descriptor, descriptor.config
         self._layouts = descriptor.config.layouts()
         try:
+            self._process = psutil.Process(descriptor.pid)
             self._segment = Segment(descriptor.segment)
             self._state = MappedMemory(descriptor.pid, descriptor.state.fd, self._layouts["State"].nbytes)
             self._log = MappedMemory(descriptor.pid, descriptor.log.fd, self._layouts["Log"].nbytes)
@@ -92,7 +95,8 @@ class EngineMemory:
 
     @contextmanager
     def hold(self, timeout: float = 20.0) -> Iterator[None]:
-        """Holds the engine at a step boundary. Raises EngineUnreachable if none is reached in `timeout` s.
+        """Holds the engine at a step boundary. Raises EngineUnreachable if none is reached in `timeout` s, or at once
+        when the engine's process is gone.
 
         The engine goes on by itself after HOLD_LIMIT_S; a body that may have outlived its hold ends in
         EngineUnreachable too, for what it copied may be torn.
@@ -108,7 +112,10 @@ class EngineMemory:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise EngineUnreachable(f"engine did not reach a step boundary within {timeout} s")
-                    seen = _native.wait_word(self._status + _STATUS["pause_ack"], seen, int(left * 1e6))
+                    wait = int(min(left, _LOOK_S) * 1e6)
+                    seen = _native.wait_word(self._status + _STATUS["pause_ack"], seen, wait)
+                    if seen != ticket and self._gone():
+                        raise EngineUnreachable(f"engine process {self.descriptor.pid} is gone")
                 yield
                 held = time.monotonic() - asked
                 if held >= HOLD_LIMIT_S or self.status("pause_ack") != ticket:
@@ -117,6 +124,15 @@ class EngineMemory:
                     )
             finally:
                 _native.store_release(self._control + _CONTROL["pause_release"], ticket)
+
+    def _gone(self) -> bool:
+        """Whether the engine's process has ended; a zombie, which nobody has waited for yet, has."""
+        try:
+            return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:  # it cannot be told now: the deadline decides
+            return False
 
     def snapshot(self, log_from: int = 0) -> StateSnapshot:
         """Copies the state, and the log from entry `log_from` on. Call it under `hold`, or on an idle engine."""

@@ -52,6 +52,7 @@ class LocalOptions:
     heartbeat_limit_s: float = HEARTBEAT_LIMIT_S  # after which the front end takes the engine for lost
     threads: int = 0  # BLAS threads of the engine; 0: half the cores, for BLAS threads spin and starve the others
     engine: dict[str, int] = field(default_factory=dict)  # EngineConfig fields that override the description
+    logs: Path | None = None  # folder that keeps the processes' logs; None: they go with the rig's own folder
 
 
 def served_name(model: Path) -> str:
@@ -87,6 +88,7 @@ class LocalRig:
         self._descriptor: EngineDescriptor | None = None
         self._memory: EngineMemory | None = None
         self._base_url: str | None = None
+        self._drawn_port: int | None = None
 
     # ---- what a running rig offers
 
@@ -125,7 +127,45 @@ class LocalRig:
 
     def pid(self, process: str) -> int:
         """Process id of 'engine' or 'frontend'."""
-        return self._processes[process].pid
+        return self._running(process).pid
+
+    def _running(self, process: str) -> subprocess.Popen[bytes]:
+        if process not in self._processes:
+            there = ", ".join(self._processes) or "none"
+            raise RigFailure(f"the rig has no process {process!r}; it has: {there}")
+        return self._processes[process]
+
+    def send(self, process: str, number: signal.Signals) -> None:
+        """Sends a signal to 'engine' or 'frontend'. Raises RigFailure when it is not there or has ended."""
+        running = self._running(process)
+        if running.poll() is not None:
+            raise RigFailure(f"{process} has exited with status {running.returncode}")
+        running.send_signal(number)
+
+    def exited(self, process: str) -> str | None:
+        """How a process has ended, with the end of its log; None while it runs."""
+        code = self._running(process).poll()
+        return None if code is None else f"{process} exited with status {code}\n{self.log_tail(process)}"
+
+    def restart(
+        self,
+        process: str = "frontend",
+        timeout: float = START_TIMEOUT_S,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Starts the front end again, killing it first if it still runs, on its old port; it attaches anew.
+
+        process: only 'frontend': an engine that is gone takes its memory with it, so `stop` and `start` the rig.
+        Raises RigFailure when there was none, or it is not ready in `timeout` seconds, StartCancelled as `start` does.
+        """
+        if process != "frontend":
+            raise RigFailure(f"{process} is not restarted alone; stop and start the rig")
+        assert self.run_dir is not None
+        self._end(self._running("frontend"), signal.SIGKILL)
+        ready = self.run_dir / "frontend.json"
+        ready.unlink(missing_ok=True)
+        self._spawn("frontend", self._frontend_command())
+        self._await("frontend", ready, time.monotonic() + timeout, cancelled)
 
     # ---- life cycle
 
@@ -144,7 +184,8 @@ class LocalRig:
             if self._http:
                 self._spawn("frontend", self._frontend_command())
                 self._await("frontend", self.run_dir / "frontend.json", deadline, cancelled)
-                self._base_url = json.loads((self.run_dir / "frontend.json").read_text())["url"]
+                ready = json.loads((self.run_dir / "frontend.json").read_text())
+                self._base_url, self._drawn_port = ready["url"], int(ready["port"])
         except BaseException:
             self.stop()
             raise
@@ -179,9 +220,11 @@ class LocalRig:
 
     def _frontend_command(self) -> list[str]:
         assert self.run_dir is not None
+        # Free ports are drawn once: a rig that is started again is found where it was.
+        port = self._port if self._drawn_port is None else self._drawn_port
         return [
             *("-m", "blink_core.frontend.main", "--engine", str(self.run_dir / "engine.json"), "--ring", "0"),
-            *("--host", self._host, "--port", str(self._port), "--model", str(self.model)),
+            *("--host", self._host, "--port", str(port), "--model", str(self.model)),
             *("--served-name", self.model_name, "--ready", str(self.run_dir / "frontend.json")),
             *("--log-level", self.options.verbosity, "--exit-with-parent", str(os.getpid())),
             *("--heartbeat-limit", str(self.options.heartbeat_limit_s)),
@@ -193,7 +236,11 @@ class LocalRig:
         if name == "engine":
             threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
             environment |= {v: str(threads) for v in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        with (self.run_dir / f"{name}.log").open("wb") as log:
+        path = self._log_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != self.run_dir and not (self.run_dir / path.name).is_symlink():
+            (self.run_dir / path.name).symlink_to(path)
+        with path.open("ab") as log:  # a process that is started again goes on with the log of its predecessor
             self._processes[name] = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -216,11 +263,13 @@ class LocalRig:
                 continue
             raise RigFailure(f"{name} exited with status {code} before it was ready\n{self.log_tail(name)}")
 
+    def _log_path(self, name: str) -> Path:
+        folder = self.options.logs or self.run_dir
+        return Path(os.devnull) if folder is None else folder / f"{name}.log"
+
     def log_tail(self, name: str, lines: int = 12) -> str:
         """Last lines of a process's log."""
-        if self.run_dir is None:
-            return ""
-        path = self.run_dir / f"{name}.log"
+        path = self._log_path(name)
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
     def wait(self, timeout: float) -> str | None:
@@ -243,19 +292,24 @@ class LocalRig:
             process = self._processes.pop(name, None)
             if process is None:
                 continue
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
+            self._end(process, signal.SIGTERM)
         # A killed engine leaves the name behind.
         (SHM_DIR / f"blink-{self.name}").unlink(missing_ok=True)
         self._descriptor = self._memory = self._base_url = None
         if self.run_dir is not None:
             shutil.rmtree(self.run_dir, ignore_errors=True)
             self.run_dir = None
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        if process.poll() is None:
+            process.send_signal(number)
+            process.send_signal(signal.SIGCONT)  # one that was stopped would not see it
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         self.start()

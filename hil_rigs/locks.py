@@ -229,14 +229,37 @@ _rigs_lock = threading.Lock()
 _rigs: dict[Path, tuple[OwnedLock, int]] = {}  # held by this process, and how often
 
 
+def _acquire_rig(lock: OwnedLock, timeout_s: float, sibling_s: float) -> None:
+    try:
+        lock.acquire(timeout_s)
+    except LockTimeout:
+        deadline = time.monotonic() + sibling_s
+        # Siblings take turns: the rig may pass from one to the next while this one waits, never to a stranger.
+        while (holder := lock.holder()) is None or holder.owner == lock.owner:
+            try:
+                lock.acquire(0.0)
+                return
+            except LockTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL_S)
+        raise
+
+
 @contextmanager
 def rig_lock(
-    description: RigDescription, owner: str, *, directory: Path | None = None, timeout_s: float = 0.0
+    description: RigDescription,
+    owner: str,
+    *,
+    directory: Path | None = None,
+    timeout_s: float = 0.0,
+    sibling_s: float = 0.0,
 ) -> Iterator[None]:
     """Has the rig to itself while inside, if its description says `exclusive`; else does nothing and leaves nothing.
 
     owner: the run id. One owner may enter again in the same process, for a second engine on its rig. Raises LockTimeout
-    with the holder's name when another owner or process still has the rig after `timeout_s`.
+    with the holder's name when another owner or process still has the rig after `timeout_s`; another process of this
+    owner, a worker of one run under pytest-xdist, is waited for up to `sibling_s`.
     """
     if not description.exclusive:
         yield
@@ -246,7 +269,7 @@ def rig_lock(
         held, count = _rigs.get(lock.path, (lock, 0))
         if count == 0 or held.owner != owner:
             held, count = lock, 0
-            lock.acquire(timeout_s)
+            _acquire_rig(lock, timeout_s, sibling_s)
         _rigs[lock.path] = held, count + 1
     try:
         yield

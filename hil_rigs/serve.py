@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,10 +16,11 @@ import typer
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.description import RigError, load_rig
-from hil_rigs.local import LocalRig, StartCancelled
+from hil_rigs.local import LocalRig, RigFailure, StartCancelled
 
 EXIT_ENGINE_DIED = 1
 EXIT_UNUSABLE = 2
+RESTARTS, RESTART_WINDOW_S = 3, 60.0  # front ends that may die in that time before `serve` gives up
 
 
 def serve(
@@ -27,7 +29,10 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     rig: Annotated[str, typer.Option("--rig", help="A rig's name or a description's path.")] = "local",
 ) -> None:
-    """Serve MODEL with an OpenAI-style API. Ctrl-C stops; exit 1 if the engine died, 2 if it could not start."""
+    """Serve MODEL with an OpenAI-style API. Ctrl-C stops; exit 1 if the engine died, 2 if it could not start.
+
+    A front end that dies is started again on its port; the engine and what other front ends do go on meanwhile.
+    """
     try:
         description = load_rig(rig)
         path = resolve(model)
@@ -69,14 +74,30 @@ def example_request(base_url: str, model_name: str) -> str:
 
 
 def wait_until_over(server: LocalRig, stopped: threading.Event) -> str | None:
-    """Wait for a stop signal (returns None) or for a process of the rig to die (returns the reason).
+    """Wait for a stop signal (returns None) or for the end of the rig (returns the reason).
 
-    Uses `LocalRig.wait(timeout) -> str | None`: the reason once a process has died, None when the seconds are over.
+    A dead front end is started again, unless it has died more than RESTARTS times within RESTART_WINDOW_S: then, or
+    when it does not come back, that is the reason.
     """
+    deaths: list[float] = []
     while not stopped.is_set():
         reason = server.wait(timeout=0.5)
-        if reason is not None:
+        if reason is None:
+            continue
+        if server.exited("engine") is not None:
             return reason
+        now = time.monotonic()
+        deaths = [at for at in deaths if now - at < RESTART_WINDOW_S] + [now]
+        if len(deaths) > RESTARTS:
+            return f"{reason}\n(started again {RESTARTS} times within {RESTART_WINDOW_S:g} s)"
+        typer.echo(f"warning: {reason}\nstarting the front end again ...", err=True)
+        try:
+            server.restart("frontend", cancelled=stopped.is_set)
+        except StartCancelled:
+            return None
+        except RigFailure as error:
+            return str(error)
+        typer.echo(f"serving again at {server.base_url}", err=True)
     return None
 
 

@@ -6,9 +6,12 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from verification.failures.known_issues import KnownIssue
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 EXIT_INVALID = 1
@@ -35,6 +38,28 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for machines
 ReportPath = Annotated[Path, typer.Argument(metavar="FILE", help="A run's output folder, or any file in it.")]
 
 
+KnownIssues = Annotated[
+    Path | None, typer.Option("--known-issues", help="Known issues (YAML) instead of Blink's own; they excuse nothing.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from verification.certificate.provenance import tool_version
+
+        typer.echo(f"blink {tool_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def _fail(message: str) -> typer.Exit:
     typer.echo(f"error: {message}", err=True)
     return typer.Exit(EXIT_UNUSABLE)
@@ -43,7 +68,10 @@ def _fail(message: str) -> typer.Exit:
 @app.command("certify")
 def certify_command(
     model: Annotated[str, typer.Option("--model", help="A pinned name, a .gguf file, or a folder.")] = _DEFAULT_MODEL,
-    rig: Annotated[str, typer.Option("--rig", help="The rig to run on; see `blink rig list`.")] = "local",
+    rig: Annotated[str | None, typer.Option("--rig", help="The rig to run on (default local).")] = None,
+    rig_file: Annotated[
+        Path | None, typer.Option("--rig-file", help="Description of a rig of your own; see `blink rig init`.")
+    ] = None,
     profile: Annotated[
         str, typer.Option("--profile", help="smoke, nightly or full, as far as the rig has it.")
     ] = "smoke",
@@ -52,14 +80,55 @@ def certify_command(
     key: Annotated[Path | None, typer.Option("--key", help="Private key (PEM, ed25519) that signs.")] = None,
     deadline: Annotated[float | None, typer.Option("--deadline", min=1.0, help="Limit of the whole run, s.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first failure.")] = False,
+    known_issues: KnownIssues = None,
+    bundle_prompts: Annotated[
+        bool, typer.Option("--bundle-prompts", help="Keep prompts and tokens in the bundles of failures.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the suite on a rig. Exit 0 passed, 1 a property failed, 2 could not run."""
     from verification.certificate.certify import certify
 
-    more = ("--exitfirst",) if fail_fast else ()
-    code = certify(rig, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more)
+    if rig is not None and rig_file is not None:
+        raise _fail(f"--rig {rig} and --rig-file {rig_file}: name one rig")
+    if rig_file is not None and rig_file.suffix not in (".yaml", ".yml"):
+        raise _fail(f"--rig-file {rig_file}: the file of a rig ends in .yaml or .yml")
+    chosen = str(rig_file.resolve()) if rig_file is not None else rig or "local"
+    more = ("--exitfirst",) * fail_fast + ("--blink-bundle-prompts",) * bundle_prompts
+    if known_issues is not None:
+        _load_issues(known_issues)
+        more += ("--blink-known-issues", str(known_issues.resolve()))
+    code = certify(
+        chosen, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more
+    )
     raise typer.Exit(code)
+
+
+def _load_issues(path: Path | None) -> tuple[KnownIssue, ...]:
+    from verification.failures.known_issues import DEFAULT_PATH, KnownIssuesError, load
+
+    try:
+        return load(path or DEFAULT_PATH)
+    except KnownIssuesError as error:
+        raise _fail(str(error)) from error
+
+
+@app.command("triage")
+def triage_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Output folders, or any folders above them.")],
+    known_issues: KnownIssues = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Group the failures of runs by property, clause and signature. Exit 0, or 2 when there is nothing to read."""
+    from verification.failures.triage import print_text, triage
+
+    result = triage(folders, _load_issues(known_issues))
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=1))
+    else:
+        print_text(result, typer.echo)
+    if not result.bundles and (result.problems or not all(folder.is_dir() for folder in folders)):
+        raise typer.Exit(EXIT_UNUSABLE)
 
 
 @certificate_app.command("verify")
@@ -97,7 +166,7 @@ def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
     from rich.console import Console
 
     from verification.certificate.certify import summary_table
-    from verification.certificate.report import ReportError, validate
+    from verification.certificate.report import ReportError, known_issue_lines, validate
 
     path = (file if file.is_dir() else file.parent) / "report.json"
     try:
@@ -123,6 +192,11 @@ def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
         say(line)
     for entry in report["not_run"]:
         say(f"not run: {entry['id']} ({entry['outcome']}): {entry['reason']}")
+    for test in report["tests"]:
+        if test["bundle"]:
+            say(f"bundle: {test['bundle']}, signature {test['signature']}, replay: {test['replay']}")
+    for line in known_issue_lines(report):
+        say(line)
     for line in report["not_covered"]:
         say(f"not covered: {line}")
     say(f"verdict: {report['verdict']['word']} (exit {report['verdict']['exit_code']})")

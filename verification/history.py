@@ -36,7 +36,7 @@ class History:
 
     broken: what the ring client itself refused (an event out of sequence), else None. died: how the engine was found
     dead or out of reach, else None. complete: every request was submitted, and had its terminal event before the
-    driver's deadline. capture: byte range of the logits capture that was written meanwhile.
+    driver's deadline. capture: byte range of the logits capture that was written meanwhile. subject: the engine's name.
     """
 
     program: Program
@@ -48,6 +48,7 @@ class History:
     died: str | None = None
     complete: bool = False
     capture: tuple[int, int] = (0, 0)
+    subject: str = ""
 
     def deliver(self, events: Array) -> None:
         """Appends a batch of `Event` records."""
@@ -73,4 +74,20 @@ class History:
             "broken": self.broken,
             "died": self.died,
             "complete": self.complete,
+            "subject": self.subject,
         }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> History:
+        """The history that `to_json` gave; raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            program=Program.from_json(data["program"]),
+            ring=int(data["ring"]),
+            submitted=[Submitted(*map(int, entry)) for entry in data["submitted"]],
+            cancels=set(data["cancels"]),
+            events=[dict(event) for event in data["events"]],
+            broken=data["broken"],
+            died=data["died"],
+            complete=bool(data["complete"]),
+            subject=str(data.get("subject", "")),
+        )

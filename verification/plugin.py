@@ -7,30 +7,39 @@ Options are `--blink-rig`, `--blink-model` ...; a command line with `--rig` may 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from verification.run_context import RunContext, new_run_id, parse_seed
+from verification.run_context import DEFAULT_SEED, RunContext, new_run_id, parse_seed
 
-OPTIONS = ("rig", "model", "profile", "seed", "out")
+if TYPE_CHECKING:
+    from verification.recording import Recording
+
+OPTIONS = ("rig", "rig-file", "model", "profile", "seed", "replay", "out")
+SHORT = ("--rig", "--rig-file")  # either on the command line frees all options from their prefix
 CONTEXT: pytest.StashKey[RunContext] = pytest.StashKey()
 _HYPOTHESIS_BEFORE: pytest.StashKey[tuple[str, Any]] = pytest.StashKey()
+REPLAYS = 5
 _FIXTURES = "verification.fixtures"
 _FORCE_SEED = "global_force_seed"  # what hypothesis's own --hypothesis-seed sets; declared as None in its sources
 
 MARKERS = (
     "blink_property(name, id=None): the property that a test checks; `id` is its own stable id (by default made of the "
     "property's and the test's name).",
-    "capability(*names): what the test needs of a rig; on a rig without it the test is filtered.",
-    "blink_profile(*names): the profiles that run the test (by default all); in others it is filtered.",
+    "capability(*names): what the test needs of a rig (`blink rig probe` lists the names); on a rig without it the "
+    "test is filtered. A name that Blink does not know is a defect of that test: it fails, and the others go on.",
+    "blink_profile(*names): the profiles that run the test (smoke, nightly, full; by default all); in others it is "
+    "filtered. A name that is none is a defect of that test.",
 )
 
 _HELP = {
-    "rig": "rig to run on, e.g. local",
+    "rig": "rig to run on, e.g. local; `blink rig list` names them",
+    "rig-file": "description of a rig of your own, a YAML file anywhere (`blink rig init` writes one)",
     "model": "model file, folder or name",
     "profile": "smoke (default), nightly or full",
     "seed": "root seed: a number, or 'random' to draw a fresh one (default: fixed)",
+    "replay": "recording of a failed test (evidence/.../failure-N.json): runs that test with the recorded program",
     "out": "folder for report.json, report.html, junit.xml, allure-results and the signature",
 }
 
@@ -41,11 +50,12 @@ def _taken_options(parser: pytest.Parser) -> set[str]:
 
 
 def _short_names_wanted(manager: pytest.PytestPluginManager) -> bool:
-    """Whether the command line has `--rig`: only then are --model, --seed ... ours; many a project has its own."""
+    """Whether the command line has `--rig` or `--rig-file`: only then are --model, --seed ... ours; many a project has
+    its own."""
     config = manager.get_plugin("pytestconfig")
     given = [str(argument) for argument in config.invocation_params.args] if config is not None else []
     given += os.environ.get("PYTEST_ADDOPTS", "").split()
-    return any(argument.partition("=")[0] == "--rig" for argument in given)
+    return any(argument.partition("=")[0] in SHORT for argument in given)
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,15 +70,40 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         names = [f"--blink-{name}"]
         if short and f"--{name}" not in taken:
             names.insert(0, f"--{name}")
-        group.addoption(*names, dest=f"blink_{name}", default=None, metavar=name.upper(), help=_HELP[name])
+        metavar = "FILE" if name in ("rig-file", "replay") else name.upper()
+        group.addoption(*names, dest=_dest(name), default=None, metavar=metavar, help=_HELP[name])
+    group.addoption(
+        "--blink-required",
+        dest="blink_required",
+        action="store_true",
+        help="judge the rig's whole required set, as `blink certify` does; by default the tests that were selected",
+    )
+    prefixes = ("--", "--blink-") if short else ("--blink-",)
+    group.addoption(
+        *(f"{prefix}bundle-prompts" for prefix in prefixes if f"{prefix}bundle-prompts" not in taken),
+        dest="blink_bundle_prompts",
+        action="store_true",
+        help="keep prompts and generated tokens in the bundles of failures; without it only lengths and salted digests",
+    )
+    group.addoption(
+        *(f"{prefix}known-issues" for prefix in prefixes if f"{prefix}known-issues" not in taken),
+        dest="blink_known_issues",
+        default=None,
+        metavar="FILE",
+        help="known issues (YAML) instead of Blink's own: notes beside failures, which excuse none",
+    )
     group.addoption(
         "--blink-key", dest="blink_key", default=None, metavar="FILE", help="private key (PEM, ed25519) that signs"
     )
     parser.addini("blink_rig", "rig that is used when no --rig is given; its presence turns the Blink fixtures on")
 
 
+def _dest(name: str) -> str:
+    return f"blink_{name.replace('-', '_')}"
+
+
 def _active(config: pytest.Config) -> bool:
-    options = (config.getoption(f"blink_{name}", None) for name in OPTIONS)
+    options = (config.getoption(_dest(name), None) for name in OPTIONS)
     return bool(config.getini("blink_rig")) or any(value is not None for value in options)
 
 
@@ -112,22 +147,28 @@ def _context(config: pytest.Config) -> RunContext:
     from verification.certificate.required import RequiredSetError
 
     given = getattr(config, "workerinput", {}).get("blink", {})
+    base = config.invocation_params.dir
+    replay = _replay(config)
+    wanted = config.getoption("blink_seed")
+    if wanted is None and replay is not None:
+        wanted = str(replay.seed)
     try:
-        seed, source = (given["seed"], given["seed_source"]) if given else parse_seed(config.getoption("blink_seed"))
+        seed, source = (given["seed"], given["seed_source"]) if given else parse_seed(wanted)
     except ValueError as error:
         raise pytest.UsageError(f"--seed: {error}") from error
     out, key = config.getoption("blink_out"), config.getoption("blink_key")
-    base = config.invocation_params.dir
     context = RunContext(
         run_id=given.get("run_id") or new_run_id(),
-        rig=config.getoption("blink_rig") or config.getini("blink_rig") or "local",
-        profile_name=config.getoption("blink_profile") or "smoke",
-        model=config.getoption("blink_model"),
+        rig=_rig(config),
+        profile_name=config.getoption("blink_profile") or (replay.profile if replay else "smoke"),
+        model=config.getoption("blink_model") or (replay.model if replay else None),
         seed=seed,
         seed_source=source,
         out=(base / out).resolve() if out else None,
         worker=getattr(config, "workerinput", {}).get("workerid", "main"),
         key=(base / key) if key else None,
+        replay=replay,
+        judges_required=bool(config.getoption("blink_required")),
     )
     try:
         context.profile  # noqa: B018  (an unknown rig or profile is an error now, not in the middle of the run)
@@ -135,6 +176,30 @@ def _context(config: pytest.Config) -> RunContext:
         raise pytest.UsageError(str(error)) from error
     context.capabilities = _capabilities(context.rig)
     return context
+
+
+def _rig(config: pytest.Config) -> str:
+    """The rig's name, or the absolute path of its description."""
+    name, file = config.getoption("blink_rig"), config.getoption("blink_rig_file")
+    if file is None:
+        return str(name or config.getini("blink_rig") or "local")
+    if name is not None:
+        raise pytest.UsageError(f"--rig {name} and --rig-file {file}: name one rig")
+    if not str(file).endswith((".yaml", ".yml")):
+        raise pytest.UsageError(f"--rig-file {file}: the file of a rig ends in .yaml or .yml")
+    return str((config.invocation_params.dir / file).resolve())
+
+
+def _replay(config: pytest.Config) -> Recording | None:
+    file = config.getoption("blink_replay")
+    if file is None:
+        return None
+    from verification.recording import RecordingError, read_recording
+
+    try:
+        return read_recording(config.invocation_params.dir / file)
+    except RecordingError as error:
+        raise pytest.UsageError(f"--replay: {error}") from error
 
 
 def _capabilities(rig: str) -> frozenset[str]:
@@ -174,15 +239,16 @@ def _configure_hypothesis(config: pytest.Config, context: RunContext) -> None:
     name = f"blink-{context.profile_name}"
     hypothesis.settings.register_profile(
         name,
-        derandomize=context.seed_source == "default",
+        derandomize=context.seed == DEFAULT_SEED,  # also when it is given, as the command that replays a failure does
         database=None,
         deadline=None,  # time is the rig's business, never a reason to fail an example
-        max_examples=context.profile.max_examples,
+        # A recorded program is run as often as that, for what it showed may show in some of the runs only.
+        max_examples=context.profile.max_examples if context.replay is None else REPLAYS,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     hypothesis.settings.load_profile(name)
-    if context.seed_source != "default" and getattr(config.option, "hypothesis_seed", None) is None:
+    if context.seed != DEFAULT_SEED and getattr(config.option, "hypothesis_seed", None) is None:
         setattr(core, _FORCE_SEED, context.derive_seed("hypothesis", bits=48))
 
 

@@ -15,12 +15,14 @@ from typing import Any, cast
 import pytest
 
 from verification.certificate.classify import Classification, classify
-from verification.certificate.collector import JOURNAL, Collector
+from verification.certificate.collector import DESELECTED, JOURNAL, Collector
 from verification.certificate.identity import describe, own_id, property_of, replay_command
 from verification.certificate.jsonable import bounded, jsonable
 from verification.certificate.outcomes import Outcome, RigBroken, gravest
 from verification.certificate.recorder import Recorder
 from verification.certificate.records import TestRecord
+from verification.failures.explain import EXPLAINED, Explainer, Explanation, begin, known_issues_of
+from verification.plugin_selection import rigs_of, select_recorded, unknown_names
 from verification.run_context import RunContext
 
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
@@ -28,8 +30,7 @@ _HINT: pytest.StashKey[Classification] = pytest.StashKey()
 _PHASES: pytest.StashKey[dict[str, Classification]] = pytest.StashKey()
 _DURATION: pytest.StashKey[float] = pytest.StashKey()
 _DETAILS: pytest.StashKey[str] = pytest.StashKey()
-# Fixture -> the fixture that started the rig behind it. Tests of one rig do not suffer when the other breaks.
-RIG_FIXTURES = {"rig": "rig", "engine": "rig", "client": "rig", "tiny": "tiny"}
+_EXPLANATION: pytest.StashKey[Explanation] = pytest.StashKey()
 _MAX_DETAILS = 20_000
 _MAX_MESSAGE = 2_000
 # Set by `blink certify`, which builds and signs the report itself, from the journal, also when this process dies.
@@ -49,9 +50,10 @@ def _shorten(text: str, limit: int) -> str:
     return f"{text[:half]}\n... {len(text) - limit} characters left out ...\n{text[-half:]}"
 
 
-def rigs_of(item: pytest.Item) -> set[str]:
-    """Which rigs a test uses: "rig", "tiny"."""
-    return {RIG_FIXTURES[name] for name in getattr(item, "fixturenames", ()) if name in RIG_FIXTURES}
+def failed_in_call(item: pytest.Item) -> bool:
+    """Whether the test's own body has failed; for fixtures, whose teardown comes after it."""
+    found = item.stash.get(_PHASES, {}).get("call")
+    return found is not None and found.outcome not in (Outcome.PASSED, Outcome.SKIPPED)
 
 
 class SessionPlugin:
@@ -69,6 +71,10 @@ class SessionPlugin:
         self.clock = time.monotonic()
         self.collector = Collector()
         self.report: dict[str, Any] | None = None
+        self.issues = known_issues_of(config)
+        self.explainer = Explainer(
+            context, self.issues, prompts=bool(config.getoption("blink_bundle_prompts")), root=config.rootpath
+        )
         self._setup_errors: dict[int, tuple[BaseException, str]] = {}
         self._lock: Any = None
 
@@ -97,6 +103,7 @@ class SessionPlugin:
             self._lock = None
             raise pytest.UsageError(f"--out: {error}") from error
         self.collector = Collector(out / JOURNAL)
+        self.collector.fact("known_issues", [issue.model_dump(mode="json") for issue in self.issues])
         self.collector.session(
             {
                 "run_id": self.context.run_id,
@@ -145,23 +152,13 @@ class SessionPlugin:
             item.add_marker(pytest.mark.allure_label(f"Blink on {self.context.rig}", label_type="epic"))
             if (name := property_of(item)) is not None:
                 item.add_marker(pytest.mark.allure_label(name, label_type="feature"))
-            self._check_capabilities(item)
         self.collector.collected(describe(item) for item in items)
-
-    @staticmethod
-    def _check_capabilities(item: pytest.Item) -> None:
-        """A misspelt capability would filter a test on every rig, without a word."""
-        from hil_rigs import capabilities
-
-        named = {str(name) for marker in item.iter_markers("capability") for name in marker.args}
-        unknown = sorted(named - set(capabilities.CAPABILITIES))
-        if unknown:
-            known = ", ".join(capabilities.CAPABILITIES)
-            raise pytest.UsageError(f"{item.nodeid}: unknown capability {', '.join(unknown)}; known: {known}")
+        if self.context.replay is not None and (others := select_recorded(items, self.context.replay)):
+            self.config.hook.pytest_deselected(items=others)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
-            self.collector.deselected(describe(item), "deselected on the command line")
+            self.collector.deselected(describe(item), DESELECTED)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
@@ -186,6 +183,10 @@ class SessionPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.context.http.clear()
+        self.context.seen_last.clear()
+        if (wrong := unknown_names(item)) is not None:
+            pytest.fail(f"{item.nodeid}: {wrong}", pytrace=False)
         hint = self._left_out(item)
         if hint is not None:
             item.stash[_HINT] = hint
@@ -213,6 +214,10 @@ class SessionPlugin:
 
         return set(PROPERTY_NEEDS.get(property_of(item) or "", ()))
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        begin(item)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -224,6 +229,8 @@ class SessionPlugin:
         item.stash[_DURATION] = item.stash.get(_DURATION, 0.0) + report.duration
         if report.failed and _DETAILS not in item.stash:
             item.stash[_DETAILS] = _shorten(report.longreprtext, _MAX_DETAILS)
+        if phases[phase].outcome in EXPLAINED and call.excinfo is not None:
+            self._explain(item, phase, phases[phase], call.excinfo.value, report)
         report.blink_item = json.dumps(describe(item))  # type: ignore[attr-defined]
         if phase == "teardown":
             record = self._record(item, phases)
@@ -231,6 +238,7 @@ class SessionPlugin:
             report.blink_facts = json.dumps(jsonable(self.context.facts))  # type: ignore[attr-defined]
             report.user_properties += [("blink_id", record.id), ("blink_outcome", str(record.outcome))]
             report.user_properties += [("blink_property", record.property)] if record.property else []
+            report.user_properties += [("blink_signature", record.signature)] if record.signature else []
         return report
 
     def _classify(
@@ -256,6 +264,23 @@ class SessionPlugin:
                 return Classification(Outcome.BLOCKED, f"blocked: {type(error).__name__} in setup, first in {known[1]}")
         return classify(error, phase)
 
+    def _explain(
+        self,
+        item: pytest.Item,
+        phase: str,
+        classification: Classification,
+        error: BaseException,
+        report: pytest.TestReport,
+    ) -> None:
+        """Signature and bundle of a failed phase; a later phase has them only when it is graver."""
+        before = item.stash.get(_EXPLANATION, None)
+        if before is not None and gravest((before.outcome, classification.outcome)) is before.outcome:
+            return
+        recorder, replay = item.stash.get(RECORDER, None), replay_command(item, self.context)
+        found = self.explainer.explain(item, phase, classification, error, recorder, replay)
+        item.stash[_EXPLANATION] = found
+        report.sections.append(("Blink", "\n".join(found.lines(self.context.out))))
+
     def _record(self, item: pytest.Item, phases: dict[str, Classification]) -> TestRecord:
         outcome = gravest(classification.outcome for classification in phases.values())
         phase, deciding = next((name, one) for name, one in phases.items() if one.outcome is outcome)
@@ -265,6 +290,7 @@ class SessionPlugin:
             recorder.take(result)
         values = recorder.as_dict()
         context = self.context
+        explanation = item.stash.get(_EXPLANATION, None)
         record = TestRecord(
             id=own_id(item),
             nodeid=item.nodeid,
@@ -275,7 +301,8 @@ class SessionPlugin:
             message=_shorten(deciding.message, _MAX_MESSAGE),
             details=item.stash.get(_DETAILS, ""),
             seed=context.derive_seed(own_id(item)),
-            replay=replay_command(item.nodeid, context.rig, context.profile_name, context.model, context.seed),
+            replay=replay_command(item, context),
+            **(explanation.record_fields() if explanation is not None else {}),
             **values,
         )
         if record.witness is None and outcome is Outcome.PRODUCT_FAILURE and result is None:
@@ -365,6 +392,7 @@ class SessionPlugin:
             invocation(self.config),
             required.required_text(self.context.rig),
             required.thresholds_text(),
+            judges_required=self.context.judges_required,
         )
         self.report = report.build(description, records, self.collector.errors)
         xml = getattr(self.config.option, "xmlpath", None)
@@ -376,6 +404,8 @@ class SessionPlugin:
         output.finish(out, self.report, description.required_text, description.thresholds_text, self.context.key)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        from verification.certificate.report import known_issue_lines
+
         if self.report is None or self.context.out is None:
             return
         terminalreporter.section("Blink")
@@ -385,6 +415,8 @@ class SessionPlugin:
             )
         for reason in self.report["verdict"]["reasons"]:
             terminalreporter.write_line(f"- {reason}")
+        for line in known_issue_lines(self.report):
+            terminalreporter.write_line(line)
         terminalreporter.write_line(f"report: {self.context.out / 'report.html'}")
         terminalreporter.write_line(f"verdict: {self.report['verdict']['word']}")
 
@@ -407,8 +439,13 @@ def describe_run(
     command: list[str],
     required_text: str,
     thresholds_text: str | None,
+    *,
+    judges_required: bool = True,
 ) -> Any:
-    """The run as the report describes it; a model given as a file or folder is hashed unless the rig already did."""
+    """The run as the report describes it, judged by its required set or by what was selected.
+
+    A model given as a file or folder is hashed unless the rig already did.
+    """
     from verification.certificate.provenance import model_digest
     from verification.certificate.report import RunDescription
 
@@ -433,5 +470,7 @@ def describe_run(
         required_text=required_text,
         thresholds_text=thresholds_text,
         model=model,
-        facts={name: value for name, value in facts.items() if name != "model"},
+        facts={name: value for name, value in facts.items() if name not in ("model", "known_issues")},
+        known_issues=facts.get("known_issues", []),
+        judges_required=judges_required,
     )

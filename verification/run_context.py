@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verification.failures.http_log import HttpLog
+
 if TYPE_CHECKING:
     from verification.certificate.required import Profile, RequiredSet
+    from verification.failures.evidence import EngineEvidence
+    from verification.recording import Recording
 
 # The root seed of every run that does not say otherwise: continuous integration is derandomised.
 DEFAULT_SEED = 260407609
 MAX_SEED = 2**63 - 1
+PROFILES = ("smoke", "nightly", "full")
 
 
 def parse_seed(text: str | int | None) -> tuple[int, str]:
@@ -48,7 +53,9 @@ class RunContext:
     """One run of the suite, as fixtures and tests see it (fixture `blink_run`).
 
     `model` is a path or a name, as given. `worker` is the pytest-xdist worker's name, "main" without xdist. `facts` go
-    into the report: the rig's fixtures put "model" (name, path, sha256) and "options" there.
+    into the report: the rig's fixtures put "model" (name, path, sha256) and "options" there. `rig` is a name, or the
+    path of a description. `replay` is what `--replay` gave. `judges_required` says whether the rig's whole required set
+    decides the verdict, or only the tests that were selected.
     """
 
     run_id: str
@@ -61,8 +68,12 @@ class RunContext:
     worker: str = "main"
     key: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)  # why, by rig: "rig" serves the model under test, "tiny"
+    broken: dict[str, str] = field(default_factory=dict)  # why, by rig: "rig" serves the model under test
     capabilities: frozenset[str] = frozenset()
+    replay: Recording | None = None
+    judges_required: bool = False
+    http: HttpLog = field(default_factory=HttpLog)  # what the `client` fixture asked for, for a failure's bundle
+    seen_last: dict[str, EngineEvidence] = field(default_factory=dict)  # engines that a test started and left failing
     _required: RequiredSet | None = None
 
     @property
@@ -78,6 +89,16 @@ class RunContext:
     def profile(self) -> Profile:
         """The profile's limits and requirements."""
         return self.required.profile(self.profile_name)
+
+    def describe(self) -> dict[str, Any]:
+        """The run as a recording names it."""
+        return {
+            "id": self.run_id,
+            "rig": self.rig,
+            "profile": self.profile_name,
+            "seed": self.seed,
+            "model": self.model,
+        }
 
     def derive_seed(self, *names: object, bits: int = 63) -> int:
         """A seed for the thing with these names: a hash of them and the root seed, the same on every machine."""
@@ -95,7 +116,8 @@ class RunContext:
     def break_rig(self, reason: str, *, fixture: str = "rig") -> None:
         """Declare a rig unusable: every later test that uses it is `blocked`. The first reason stays.
 
-        fixture: the fixture that started it, "rig" or "tiny"; tests of the other one go on.
+        fixture: the fixture that started it, "rig" or, for each of its parameters, "tiny[tiny-gqa3]"; tests of the
+        others go on.
         """
         self.broken.setdefault(fixture, reason)
 
@@ -103,8 +125,12 @@ class RunContext:
         """A folder for files of a test that are signed with the report; None when no output was asked for."""
         if self.out is None:
             return None
-        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in test_id)
-        digest = hashlib.sha256(test_id.encode()).hexdigest()[:8]
-        folder = self.out / "evidence" / f"{name[:80]}-{digest}"
+        folder = self.out / "evidence" / self.file_name(test_id)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    @staticmethod
+    def file_name(test_id: str) -> str:
+        """A test's id as the name of a folder, unique and short."""
+        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in test_id)
+        return f"{name[:80]}-{hashlib.sha256(test_id.encode()).hexdigest()[:8]}"

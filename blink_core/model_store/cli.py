@@ -62,8 +62,7 @@ def info_command(
 def model_facts(path: Path) -> dict[str, Any]:
     """JSON-serialisable facts of a model file or folder. Raises ModelStoreError or OSError when it cannot be read."""
     # Imported on use: `fetch` needs no model code.
-    from blink_core.models.config import load_config
-    from blink_core.models.errors import ModelError
+    from blink_core.models import ModelError, load_config
 
     try:
         config = load_config(path)

@@ -51,4 +51,10 @@ def test_planted_fault_is_named(name: str, tiny_model: Path, tmp_path: Path) -> 
     assert failed, output
     assert failed <= properties, output
     assert done.stdout.strip().splitlines()[-1].endswith("(exit 1)")
+    for test in report["tests"]:
+        if test["outcome"] == "product_failure":
+            bundle = tmp_path / "out" / test["bundle"]
+            assert (bundle / "timeline.txt").read_text(), test
+            assert json.loads((bundle / "failure.json").read_text())["signature"]["id"] == test["signature"]
+            assert f"replay: {test['replay']}" in done.stdout
     assert any(name in done.stdout for name in failed)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,7 @@ class Serve:
             text=True,
         )
         self.lines: list[str] = []
+        self.on_line: Callable[[str], None] = lambda line: None
         self.base_url = ""
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -40,6 +41,7 @@ class Serve:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
+            self.on_line(line)
             if line.startswith("serving at "):
                 self.base_url = line.split()[-1]
                 self._ready.set()
@@ -108,6 +110,22 @@ def test_a_dead_engine_ends_the_server(serve: Serve) -> None:
     assert "engine exited with status -9" in output
     assert psutil.wait_procs([front_end], STOP_S)[1] == []
     assert segments(serve.process.pid) == []
+
+
+def test_a_dead_front_end_comes_back_on_its_port(serve: Serve) -> None:
+    """Catches: `blink serve` that ends, or moves to another port, because its front end was killed."""
+    old, engine = serve.child("blink_core.frontend.main"), serve.child("engine_main")
+    again = threading.Event()
+    serve.on_line = lambda line: again.set() if line.startswith("serving again at ") else None
+    old.kill()
+    assert again.wait(START_S), "".join(serve.lines)
+    name = httpx.get(f"{serve.base_url}/v1/models", timeout=START_S).json()["data"][0]["id"]
+    reply = httpx.post(
+        f"{serve.base_url}/v1/completions", json={"model": name, "prompt": "a", "max_tokens": 3}, timeout=START_S
+    )
+    assert reply.status_code == 200, reply.text
+    assert serve.child("engine_main").pid == engine.pid
+    assert serve.child("blink_core.frontend.main").pid != old.pid
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:

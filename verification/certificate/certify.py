@@ -314,6 +314,12 @@ def _print(built: dict[str, Any], out: Path, as_json: bool) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for reason in verdict["reasons"]:
         console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)
+    for test in built["tests"]:
+        if test["bundle"]:
+            console.print(f"bundle: {out / test['bundle']}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"replay: {test['replay']}", markup=False, highlight=False, soft_wrap=True)
+    for line in report.known_issue_lines(built):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(built["claim"]["standing"], markup=False, highlight=False, soft_wrap=True)
     print(f"report: {out / output.PAGE}")
     print(f"verdict: {verdict['word']} (exit {verdict['exit_code']})", flush=True)

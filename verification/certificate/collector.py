@@ -11,6 +11,7 @@ from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
 
 JOURNAL = "journal.jsonl"
+DESELECTED = "deselected on the command line"
 
 
 class Collector:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from verification.run_context import RunContext
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 MARKER = "blink_property"
 
 
@@ -40,9 +47,26 @@ def describe(item: pytest.Item) -> dict[str, str | None]:
     return {"nodeid": item.nodeid, "id": own_id(item), "property": property_of(item)}
 
 
-def replay_command(nodeid: str, rig: str, profile: str, model: str | None, seed: int) -> str:
-    """A command line that runs one test again with the same draws. `--pyargs`-free: paths are relative to the root."""
-    words = ["pytest", nodeid, "--rig", rig, "--profile", profile, "--seed", str(seed)]
-    if model:
-        words += ["--model", model]
+def replay_command(item: pytest.Item, context: RunContext) -> str:
+    """The one command line that runs a test again with the same draws, from the folder in which the run was started.
+
+    A test of the package's own suite is named by its module, wherever that is installed; any other by its path.
+    """
+    config = item.config
+    test = item.nodeid.partition("::")[2]
+    words = ["pytest", *_plugin_arguments(config)]
+    if item.path.is_relative_to(_PACKAGE):
+        module = item.path.relative_to(_PACKAGE.parent).with_suffix("")
+        words += ["--pyargs", f"{'.'.join(module.parts)}::{test}"]
+    else:
+        words.append(f"{os.path.relpath(item.path, config.invocation_params.dir)}::{test}")
+    words += ["--rig", context.rig, "--profile", context.profile_name, "--seed", str(context.seed)]
+    words += ["--model", context.model] if context.model else []
+    drawn = getattr(config.option, "hypothesis_seed", None)
+    words += [] if drawn is None else ["--hypothesis-seed", str(drawn)]
     return shlex.join(words)
+
+
+def _plugin_arguments(config: pytest.Config) -> list[str]:
+    """The plugin by name where it is not installed as an entry point; twice would be an error."""
+    return [] if config.pluginmanager.hasplugin("blink") else ["-p", "verification.plugin"]

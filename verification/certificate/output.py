@@ -21,10 +21,12 @@ JUNIT = "junit.xml"
 ALLURE = "allure-results"
 LOG = "pytest.log"
 EVIDENCE = "evidence"
+BUNDLES = "failures"
+PROCESS_LOGS = "logs"
 REQUIRED = "required.yaml"
 THRESHOLDS = "thresholds.yaml"
 # Everything that a run may write; nothing else is ever removed.
-OWNED = (REPORT, PAGE, JUNIT, ALLURE, LOG, EVIDENCE, REQUIRED, THRESHOLDS, JOURNAL, ENVELOPE)
+OWNED = (REPORT, PAGE, JUNIT, ALLURE, LOG, EVIDENCE, BUNDLES, PROCESS_LOGS, REQUIRED, THRESHOLDS, JOURNAL, ENVELOPE)
 
 
 class OutputError(ValueError):
@@ -81,6 +83,17 @@ def finish(
     sign(folder, report, private)
 
 
+def _attach(folder: Path, bundle: Path) -> list[dict[str, str]]:
+    """Copies the readable part of a bundle beside allure's results; returns them as allure's attachments."""
+    attachments = []
+    for name, kind in (("timeline.txt", "text/plain"), ("failure.json", "application/json")):
+        if (bundle / name).is_file():
+            source = f"{sha256(f'{bundle.name}/{name}'.encode()).hexdigest()[:32]}-attachment{Path(name).suffix}"
+            shutil.copyfile(bundle / name, folder / source)
+            attachments.append({"name": name, "source": source, "type": kind})
+    return attachments
+
+
 def own_allure_ids(folder: Path, records: Sequence[TestRecord]) -> None:
     """Give each allure result the history id of its own id, and the record's outcome and measurements.
 
@@ -104,4 +117,9 @@ def own_allure_ids(folder: Path, records: Sequence[TestRecord]) -> None:
             for name, entry in record.measurements.items()
         ]
         result["parameters"] = [*(result.get("parameters") or []), *shown]
+        if record.signature:
+            result["labels"].append({"name": "blink_signature", "value": record.signature})
+        if record.bundle:
+            attached = _attach(folder, folder.parent / record.bundle)
+            result["attachments"] = [*(result.get("attachments") or []), *attached]
         path.write_text(json.dumps(result), encoding="utf-8")

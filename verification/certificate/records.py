@@ -32,6 +32,10 @@ class TestRecord:
     cases: int = 0
     seed: int | None = None
     replay: str = ""
+    signature: str = ""
+    signature_pattern: str = ""
+    known_issue: str = ""
+    bundle: str = ""  # folder relative to the output folder
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), allow_nan=False)

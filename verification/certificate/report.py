@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import shlex
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ from importlib import resources
 from typing import Any
 
 from verification.certificate import provenance
+from verification.certificate.collector import DESELECTED
 from verification.certificate.outcomes import MEANINGS, Outcome, gravest
 from verification.certificate.records import TestRecord
 from verification.certificate.required import Profile, RequiredSet, parse, text_digest
 from verification.certificate.statistics import CONFIDENCE, rate_interval
 from verification.certificate.verdict import ExitCode, RunVerdict, TestOutcome, decide
+from verification.failures import known_issues
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
+REQUIRED_SET, SELECTION = "required-set", "selection"  # what decides the verdict
 
 
 class ReportError(ValueError):
@@ -28,7 +32,8 @@ class ReportError(ValueError):
 class RunDescription:
     """What was run: everything of a report that the tests do not say themselves.
 
-    Times are ISO 8601 in UTC. `model` has "name", "path", "sha256"; unknown values are null.
+    Times are ISO 8601 in UTC. `model` has "name", "path", "sha256"; unknown values are null. `judges_required`: the
+    whole required set decides, or else only the tests that were selected, which certifies nothing.
     """
 
     run_id: str
@@ -44,6 +49,8 @@ class RunDescription:
     thresholds_text: str | None
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    judges_required: bool = True
+    known_issues: list[dict[str, Any]] = field(default_factory=list)
 
 
 @cache
@@ -71,7 +78,8 @@ def outcomes_of(report: dict[str, Any]) -> list[TestOutcome]:
 
 def recompute(report: dict[str, Any], required: RequiredSet) -> RunVerdict:
     """The verdict that the report's own tests give under a required set."""
-    return decide(outcomes_of(report), required.profile(report["run"]["profile"]), report["session_errors"])
+    profile = required.profile(report["run"]["profile"]) if report["run"]["judged"] == REQUIRED_SET else None
+    return decide(outcomes_of(report), profile, report["session_errors"])
 
 
 def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[str]) -> dict[str, Any]:
@@ -84,12 +92,13 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
     """
     required = parse(run.required_text, f"required/{run.rig}.yaml")
     profile = required.profile(run.profile)
-    records = _with_missing(records, profile)
-    verdict = decide([TestOutcome(r.id, r.property, r.outcome) for r in records], profile, errors)
+    judged = profile if run.judges_required else None
+    records = _with_missing(records, judged)
+    verdict = decide([TestOutcome(r.id, r.property, r.outcome) for r in records], judged, errors)
     engine = provenance.engine_modules()
     source = provenance.source_state()
-    situations = _situations(records, profile)
-    certified = is_certificate(run.profile, int(verdict.exit_code), source["dirty"], run.facts)
+    situations = _situations(records, profile.situations if judged else ())
+    certified = run.judges_required and is_certificate(run.profile, int(verdict.exit_code), source["dirty"], run.facts)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": "certificate" if certified else "report",
@@ -105,6 +114,7 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
             "ended": run.ended,
             "duration_s": run.duration_s,
             "command": run.command,
+            "judged": REQUIRED_SET if run.judges_required else SELECTION,
             "facts": run.facts,
         },
         "machine": provenance.machine(),
@@ -116,12 +126,13 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
             "engine": engine,
         },
         "counts": {str(outcome): sum(r.outcome is outcome for r in records) for outcome in Outcome},
-        "properties": _properties(records, required, profile),
+        "properties": _properties(records, required, judged),
         "situations": situations,
-        "faults": _faults(records, required, profile),
+        "faults": _faults(records, required, judged),
         "not_run": _not_run(records),
         "not_covered": list(required.not_covered),
         "warnings": _warnings(situations, source, engine, run.facts),
+        "known_issues": _known_issues(run, required.rig, records),
         "session_errors": list(errors),
         "tests": [asdict(record) | {"outcome": str(record.outcome)} for record in records],
         "verdict": {
@@ -145,8 +156,10 @@ def is_certificate(profile: str, exit_code: int, dirty: bool | None, facts: dict
     return profile == "full" and exit_code == int(ExitCode.PASS) and dirty is False and not foreign_engine(facts)
 
 
-def _with_missing(records: Sequence[TestRecord], profile: Profile) -> list[TestRecord]:
+def _with_missing(records: Sequence[TestRecord], profile: Profile | None) -> list[TestRecord]:
     """The records, with those required tests that nobody even collected."""
+    if profile is None:
+        return list(records)
     known = {record.id for record in records}
     absent = [
         TestRecord(test_id, "", name, Outcome.MISSING, message="required and not collected", phase="collection")
@@ -165,18 +178,23 @@ def _claim(
     engine: dict[str, str],
     source: dict[str, Any],
 ) -> dict[str, Any]:
-    names = ", ".join(run_name for run_name in required.profile(run.profile).properties)
+    names = (
+        ", ".join(required.profile(run.profile).properties) if run.judges_required else "the tests that were selected"
+    )
     model = run.model.get("name") or "no model"
     what = f"engine {_short_engine(engine)} with model {model} (sha256 {_short(run.model.get('sha256'))})"
     match verdict.exit_code:
         case ExitCode.PASS:
-            text = f"On rig {run.rig}, {what} passed every required check of: {names}."
+            text = f"On rig {run.rig}, {what} passed {'every required check of: ' * run.judges_required}{names}."
         case ExitCode.PROPERTY_FAILED:
             text = f"On rig {run.rig}, {what} broke at least one property."
         case _:
-            text = f"On rig {run.rig}, it could not be decided whether {what} has the required properties: {names}."
+            aim = f"has the required properties: {names}" if run.judges_required else f"passes {names}"
+            text = f"On rig {run.rig}, it could not be decided whether {what} {aim}."
     if certified:
         standing = "This is a certificate: profile full, clean source tree, required set complete."
+    elif not run.judges_required:
+        standing = "This is a signed report on the tests that were selected; the rig's required set was not judged."
     elif run.profile != "full":
         standing = f"This is a signed report, not a certificate: only profile full gives one, this is {run.profile}."
     elif source["dirty"] is not False:
@@ -200,12 +218,15 @@ def _short_engine(engine: dict[str, str]) -> str:
     return ", ".join(_short(digest) for digest in engine.values()) or "(no compiled module found)"
 
 
-def _properties(records: Sequence[TestRecord], required: RequiredSet, profile: Profile) -> list[dict[str, Any]]:
-    names = dict.fromkeys([*profile.properties, *(r.property for r in records if r.property is not None)])
-    return [_property(name, [r for r in records if r.property == name], required, profile) for name in names]
+def _properties(records: Sequence[TestRecord], required: RequiredSet, profile: Profile | None) -> list[dict[str, Any]]:
+    wanted = () if profile is None else tuple(profile.properties)
+    if profile is None:  # what was left out on request is no hole in a selection
+        records = [r for r in records if r.message != DESELECTED]
+    names = dict.fromkeys([*wanted, *(r.property for r in records if r.property is not None)])
+    return [_property(name, [r for r in records if r.property == name], required, name in wanted) for name in names]
 
 
-def _property(name: str, own: list[TestRecord], required: RequiredSet, profile: Profile) -> dict[str, Any]:
+def _property(name: str, own: list[TestRecord], required: RequiredSet, wanted: bool) -> dict[str, Any]:
     text = required.properties.get(name)
     decided = [r for r in own if r.outcome in (Outcome.PASSED, Outcome.PRODUCT_FAILURE)]
     failed = sum(r.outcome is Outcome.PRODUCT_FAILURE for r in decided)
@@ -218,7 +239,7 @@ def _property(name: str, own: list[TestRecord], required: RequiredSet, profile: 
         "name": name,
         "title": text.title if text else name,
         "statement": text.statement if text else "",
-        "required": name in profile.properties,
+        "required": wanted,
         "outcome": str(gravest(ran)),
         "tests": len(own),
         "passed": sum(r.outcome is Outcome.PASSED for r in own),
@@ -230,20 +251,20 @@ def _property(name: str, own: list[TestRecord], required: RequiredSet, profile: 
     }
 
 
-def _situations(records: Sequence[TestRecord], profile: Profile) -> list[dict[str, Any]]:
-    reached: dict[str, list[str]] = {name: [] for name in profile.situations}
+def _situations(records: Sequence[TestRecord], expected: Sequence[str]) -> list[dict[str, Any]]:
+    reached: dict[str, list[str]] = {name: [] for name in expected}
     for record in records:
         for name, was in record.situations.items():
             reached.setdefault(name, [])
             if was:
                 reached[name].append(record.id)
     return [
-        {"name": name, "reached": bool(tests), "expected": name in profile.situations, "tests": tests}
+        {"name": name, "reached": bool(tests), "expected": name in expected, "tests": tests}
         for name, tests in reached.items()
     ]
 
 
-def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profile) -> dict[str, Any]:
+def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profile | None) -> dict[str, Any]:
     planted = []
     for record in records:
         for fault in record.planted_faults:
@@ -251,12 +272,41 @@ def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profi
             planted.append(
                 {**fault, "test": record.id, "property": record.property, "kill_rate_interval": list(interval or ())}
             )
-    texts = {name: required.properties[name] for name in profile.properties}
+    ran = {r.property for r in records} if profile is None else set(profile.properties)
+    texts = {name: text for name, text in required.properties.items() if name in ran}
     return {
         "planted": planted,
         "would_detect": {name: list(text.would_detect) for name, text in texts.items()},
         "would_not_detect": {name: list(text.would_not_detect) for name, text in texts.items()},
     }
+
+
+def _known_issues(run: RunDescription, rig: str, records: Sequence[TestRecord]) -> list[dict[str, Any]]:
+    """The known issues of this rig: whom they concern, what they explain here, and whether they are out of date.
+
+    They are notes: nothing else of a report is made from them.
+    """
+    issues = [known_issues.KnownIssue.model_validate(values) for values in run.known_issues]
+    matched: dict[str, list[str]] = {}
+    for record in records:
+        if record.known_issue:
+            matched.setdefault(record.known_issue, []).append(record.id)
+    today = dt.datetime.fromisoformat(run.started).date()
+    return known_issues.status([issue for issue in issues if issue.is_of(rig)], matched, today)
+
+
+def known_issue_lines(report: dict[str, Any]) -> list[str]:
+    """What a reader of a terminal is told about the known issues of a run."""
+    lines = []
+    for issue in report["known_issues"]:
+        if issue["tests"]:
+            tests = ", ".join(issue["tests"])
+            lines.append(f"known issue {issue['id']} ({issue['owner']}): {tests}; failures all the same")
+        if issue["expired"]:
+            lines.append(f"known issue {issue['id']} expired on {issue['expires']}; its owner is {issue['owner']}")
+        if issue["unmatched"]:
+            lines.append(f"known issue {issue['id']} matched no failure")
+    return lines
 
 
 def _not_run(records: Sequence[TestRecord]) -> list[dict[str, Any]]:

@@ -58,8 +58,8 @@ class RunVerdict:
 _UNDECIDED = (Outcome.INFRASTRUCTURE, Outcome.TEST_DEFECT, Outcome.UNKNOWN, Outcome.BLOCKED)
 
 
-def decide(tests: Sequence[TestOutcome], profile: Profile, session_errors: Sequence[str] = ()) -> RunVerdict:
-    """Decide a run.
+def decide(tests: Sequence[TestOutcome], profile: Profile | None, session_errors: Sequence[str] = ()) -> RunVerdict:
+    """Decide a run by a profile's required set, or with None by the tests that were selected, of which one must pass.
 
     Precedence: a property failure (1) outranks everything, because it is evidence about the product that no trouble of
     the rig takes back. Then anything that kept the run from deciding (2): session errors, undecided tests, anything
@@ -76,10 +76,13 @@ def decide(tests: Sequence[TestOutcome], profile: Profile, session_errors: Seque
 
 
 def _undecided_reasons(
-    tests: Sequence[TestOutcome], profile: Profile, session_errors: Sequence[str]
+    tests: Sequence[TestOutcome], profile: Profile | None, session_errors: Sequence[str]
 ) -> tuple[str, ...]:
     reasons = [f"session: {error}" for error in session_errors]
     reasons += [f"{test.id} is {test.outcome}" for test in tests if test.outcome in _UNDECIDED]
+    if profile is None:
+        passed_any = any(test.outcome is Outcome.PASSED for test in tests)
+        return tuple(reasons if passed_any or reasons else ["no test passed"])
     by_id = {test.id: test for test in tests}
     for name, requirement in profile.properties.items():
         own = [test for test in tests if test.property == name]

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from verification.certificate import provenance, required
 from verification.certificate.keys import key_id
 from verification.certificate.outcomes import Outcome
-from verification.certificate.report import ReportError, is_certificate, recompute, validate
+from verification.certificate.report import REQUIRED_SET, ReportError, is_certificate, recompute, validate
 from verification.certificate.sign import (
     ENGINE_PREFIX,
     ENVELOPE,
@@ -242,7 +242,9 @@ def _check_verdict(folder: Path, report: dict[str, Any]) -> list[str]:
     if stated != (int(verdict.exit_code), verdict.word, verdict.reasons):
         raise VerificationError(f"verdict: the report says {stated[1]!r}, its tests give {verdict.word!r}")
     run = report["run"]
-    certified = is_certificate(run["profile"], int(verdict.exit_code), report["source"]["dirty"], run["facts"])
+    certified = run["judged"] == REQUIRED_SET and is_certificate(
+        run["profile"], int(verdict.exit_code), report["source"]["dirty"], run["facts"]
+    )
     if certified != report["verdict"]["certified"] or certified != (report["kind"] == "certificate"):
         raise VerificationError(f"kind: the report calls itself a {report['kind']}, which its contents do not bear out")
     return _check_current(rig, report)

@@ -8,6 +8,7 @@ from verification.certificate import required
 from verification.certificate.outcomes import Outcome
 from verification.certificate.required import Profile, PropertyRequirement, RequiredSetError
 from verification.certificate.verdict import ExitCode, TestOutcome, decide
+from verification.run_context import PROFILES
 
 PROFILE = Profile(
     deadline_s=1,
@@ -61,6 +62,21 @@ def test_a_hole_in_a_required_property_denies(outcome: Outcome) -> None:
     assert decide(with_test(TestOutcome("a/three", "a", outcome)), PROFILE).exit_code is ExitCode.COULD_NOT_RUN
 
 
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome.PASSED, 0),
+        (Outcome.PRODUCT_FAILURE, 1),
+        (Outcome.UNKNOWN, 2),
+        (Outcome.SKIPPED, 2),
+        (Outcome.MISSING, 2),
+    ],
+)
+def test_a_selection_is_judged_by_its_own_tests(outcome: Outcome, code: int) -> None:
+    """Catches: a user's tests denied for the rig's required set; a selection that passes though nothing passed."""
+    assert decide([TestOutcome("x/y", None, outcome)], None).exit_code == code
+
+
 def test_filtered_extra_test_is_no_hole() -> None:
     """Catches: a test for another rig that denies this one."""
     assert decide(with_test(TestOutcome("a/gpu", "a", Outcome.FILTERED)), PROFILE).exit_code is ExitCode.PASS
@@ -97,8 +113,9 @@ def test_nothing_run_denies() -> None:
 def test_shipped_required_set_loads() -> None:
     """Catches: a required file that does not parse, or a property of the issue that is not required."""
     loaded = required.load("local")
-    five = {"queue-ordering", "kv-conservation", "kv-content", "token-equivalence", "streaming"}
-    assert set(loaded.profile("smoke").properties) == set(loaded.profile("full").properties) == five
+    wanted = {"queue-ordering", "kv-conservation", "kv-content", "token-equivalence", "streaming", "fault-tolerance"}
+    for profile in PROFILES:
+        assert set(loaded.profile(profile).properties) == wanted
     assert "nothing about GPUs" in loaded.scope
 
 
@@ -121,5 +138,5 @@ def test_unknown_rig_and_profile_name_the_known_ones() -> None:
     """Catches: an error that does not say what would have been right."""
     with pytest.raises(RequiredSetError, match="unknown rig 'moon'; known rigs: .*local"):
         required.load("moon")
-    with pytest.raises(RequiredSetError, match="no profile 'lunch'; it has: smoke, full"):
+    with pytest.raises(RequiredSetError, match="no profile 'lunch'; it has: smoke, nightly, full"):
         required.load("local").profile("lunch")

@@ -191,7 +191,8 @@ def every_outcome(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkSer
     """One run of the suite that has every outcome, with a report."""
     folder = tmp_path_factory.mktemp("every") / "suite"
     left_out = ("--deselect", "test_mini.py::test_left_out")
-    return run_suite(fork_server, folder, EVERY_OUTCOME, "--rig", "local", "--out", "out", *left_out)
+    options = ("--rig", "local", "--blink-required", "--out", "out", *left_out)
+    return run_suite(fork_server, folder, EVERY_OUTCOME, *options)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def breaks(which):
         raise RigBroken(f"{which} died")
 
 def test_1_tiny_breaks(tiny): breaks("tiny")
+def test_2_tiny_half(tiny): breaks(f"tiny-{tiny}")
 def test_1_rig_breaks(engine): breaks("rig")
 def test_2_model(engine): pass
 def test_2_tiny(tiny): pass
@@ -47,9 +48,18 @@ def test_only_tests_of_the_broken_rig_are_blocked(suite: Callable[..., Any], bro
     if broken == "rig":
         expected["1_rig_breaks"] = "infrastructure"
     else:
-        expected |= {"1_tiny_breaks[a]": "infrastructure", "1_tiny_breaks[b]": "blocked"}
+        # Each parameter has an engine of its own, which breaks for itself.
+        expected |= {"1_tiny_breaks[a]": "infrastructure", "1_tiny_breaks[b]": "infrastructure"}
     assert len(outcomes) > 6
     assert outcomes == expected
+
+
+def test_one_broken_tiny_engine_leaves_the_other_alone(suite: Callable[..., Any]) -> None:
+    """Catches: one tiny model's dead engine that blocks the tests of all tiny models."""
+    report = suite(SUITE.replace("BROKEN", repr("tiny-a")), "--rig", "local", "--out", "out").report
+    outcomes = {entry["id"].partition("/")[2]: entry["outcome"] for entry in report["tests"]}
+    assert outcomes["2_tiny_half[a]"] == "infrastructure"
+    assert (outcomes["2_tiny[a]"], outcomes["2_tiny[b]"]) == ("blocked", "passed")
 
 
 def test_first_reason_stays_for_each_rig() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -167,6 +169,29 @@ def test_exclusive_rig_is_one_runs_until_its_process_dies(tmp_path: Path) -> Non
         with pytest.raises(LockTimeout, match="in use by me"), rig_lock(rig, "another run", directory=tmp_path):
             pass
     assert OwnedLock("rig-local", owner="reader", directory=tmp_path).holder() is None
+
+
+def test_workers_of_one_run_take_turns(tmp_path: Path) -> None:
+    """Catches: a worker of `-n 2` that fails because its sibling has the exclusive rig; one that waits for a stranger,
+    or for ever."""
+    rig = load_rig("local").model_copy(update={"exclusive": True})
+    command = [sys.executable, "-c", RIG_HOLDER, str(tmp_path)]  # its owner, the run, is "other"
+    sibling = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        assert sibling.stdout is not None
+        assert sibling.stdout.readline() == "held\n"
+        with pytest.raises(LockTimeout), rig_lock(rig, "stranger", directory=tmp_path, sibling_s=60.0):
+            pass
+        with pytest.raises(LockTimeout), rig_lock(rig, "other", directory=tmp_path, sibling_s=0.1):
+            pass
+        leave = threading.Timer(0.2, sibling.communicate)
+        leave.start()
+        with rig_lock(rig, "other", directory=tmp_path, sibling_s=60.0):
+            assert holder_of(tmp_path, "rig-local").pid == os.getpid()
+        leave.join(30)
+    finally:
+        sibling.kill()
+        sibling.wait(30)
 
 
 def test_rig_that_is_not_exclusive_is_shared_and_leaves_nothing(tmp_path: Path) -> None:

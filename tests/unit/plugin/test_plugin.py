@@ -108,7 +108,8 @@ def test_header_and_summary_say_what_ran(every_outcome: Any) -> None:
 def test_xdist_gives_the_same_outcomes(suite: Suite, every_outcome: Any, every_outcome_text: str) -> None:
     """Catches: records lost between workers and controller; draws that depend on the worker."""
     left_out = ("--deselect", "test_mini.py::test_left_out")
-    done = suite(every_outcome_text, "--rig", "local", "--out", "out", "-n", "2", "--dist", "loadfile", *left_out)
+    options = ("--rig", "local", "--blink-required", "--out", "out", "-n", "2", "--dist", "loadfile", *left_out)
+    done = suite(every_outcome_text, *options)
     outcomes = {test["id"]: test["outcome"] for test in done.report["tests"]}
     assert outcomes == {test["id"]: test["outcome"] for test in every_outcome.report["tests"]}
     seeds = {test["id"]: test["seed"] for test in every_outcome.report["tests"]}
@@ -133,7 +134,7 @@ def test_fine(): pass
 
 def test_all_passed_gives_a_passed_verdict(suite: Suite, passing: str) -> None:
     """Catches: a plugin under which nothing can pass."""
-    done = suite(passing, "--rig", "local", "--out", "out")
+    done = suite(passing, "--rig", "local", "--blink-required", "--out", "out")
     assert done.code == 0
     assert done.report["verdict"] == {"word": "passed", "exit_code": 0, "certified": False, "reasons": []}
     (entry,) = [p for p in done.report["properties"] if p["name"] == "streaming"]
@@ -172,13 +173,14 @@ def test_two_tests_with_one_id_are_refused(suite: Suite) -> None:
         (("--rig", "local", "--profile", "lunch"), "no profile 'lunch'"),
         (("--rig", "local", "--seed", "soon"), "seed 'soon' is neither a number nor 'random'"),
         (("--rig", "local", "--out", "."), "holds files that are not of a Blink run"),
-        (("--rig", "local", "-k", "gpu"), "unknown capability gpu"),
+        (("--rig", "local", "--rig-file", "mine.yaml"), "--rig local and --rig-file mine.yaml: name one rig"),
+        (("--rig-file", "mine.json"), "the file of a rig ends in .yaml or .yml"),
+        (("--rig-file", "absent.yaml"), "cannot read the rig description"),
     ],
 )
 def test_bad_options_are_usage_errors(suite: Suite, passing: str, arguments: tuple[str, ...], message: str) -> None:
     """Catches: a misspelt option found out in the middle of a run, or after it."""
-    capable = "\nimport pytest\n@pytest.mark.capability('gpu')\ndef test_gpu(): pass\n"
-    done = suite(passing + capable, *arguments)
+    done = suite(passing, *arguments)
     assert done.code == 4
     assert message in done.text
 

@@ -51,7 +51,8 @@ def test_no_registry_host_or_machine_path() -> None:
     pattern = re.compile(r"https?://[\w.-]*(pypi|pythonhosted|npmjs|debian|pytorch)\b|/root/|/home/|/opt/wheels|/work/")
     offenders = []
     # Walked, not asked of git: the sources may lie here without a repository, and git need not be installed.
-    roots = [ROOT / name for name in ("blink_core", "verification", "hil_rigs", "traces", "tests", ".ci")]
+    names = ("blink_core", "verification", "hil_rigs", "traces", "tests", "docs", "examples", ".ci")
+    roots = [ROOT / name for name in names]
     files = [path for root in roots for path in root.rglob("*") if "__pycache__" not in path.parts]
     for path in [*files, *ROOT.glob("*")]:
         name = path.relative_to(ROOT)

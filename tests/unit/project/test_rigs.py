@@ -65,7 +65,9 @@ def test_unknown_rig_lists_known() -> None:
         ({"engine": engine(lease_us=-1)}, ("engine.lease_us", "-1")),
         ({"engine": engine(masks=257)}, ("masks is 257", "256 slots")),
         ({"engine": engine(slots=15)}, ("max_running is 32", "30 slots")),
-        ({"engine": engine(colour="red")}, ("engine.colour", "Extra inputs")),
+        ({"engine": engine(colour="red")}, ("engine.colour", "unknown key; known: rings, slots")),
+        ({"engine": engine(page=3)}, ("engine.page", "unknown key, did you mean 'pages'?")),
+        ({"capabilites": ["cpu"]}, ("capabilites", "did you mean 'capabilities'?")),
         ({"kind": "gpu"}, ("kind", "'gpu'")),
         ({"capabilities": ["cpu", "warp-drive"]}, ("unknown capabilities warp-drive", "oracle")),
         ({"capabilities": ["cpu", "cpu"]}, ("listed twice",)),
@@ -93,6 +95,76 @@ def test_bad_file(tmp_path: Path, content: str | bytes, words: str) -> None:
         load_rig(path)
     with pytest.raises(RigError, match="No such file"):
         load_rig(tmp_path / "absent.yaml")
+
+
+def test_wrong_lines_are_named(tmp_path: Path) -> None:
+    """Catches: an error that leaves the reader to search a long file; a key that stands twice, of which one is lost."""
+    path = tmp_path / "rig.yaml"
+    text = (RIGS_DIR / "local.yaml").read_text()
+    wanted = text.splitlines().index(next(line for line in text.splitlines() if "token_budget" in line)) + 1
+    path.write_text(text.replace("token_budget:", "tokenbudget:"))
+    with pytest.raises(RigError, match=rf"line {wanted}: engine.tokenbudget: unknown key, did you mean 'token_budget'"):
+        load_rig(path)
+    path.write_text(text + "name: other\n")
+    with pytest.raises(RigError, match=r"line \d+: name: the key stands in line 3 already"):
+        load_rig(path)
+
+
+def test_init_writes_a_description_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a new rig that differs from the shipped one it was made from; a field without a word about it; a file
+    that is overwritten."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(rig_app, ["init", "my-rig"])
+    assert (done.exit_code, done.stdout) == (0, "my-rig.yaml\n")
+    rig = load_rig(tmp_path / "my-rig.yaml")
+    assert rig == load_rig("local").model_copy(update={"name": "my-rig"})
+    lines = (tmp_path / "my-rig.yaml").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r" *[a-z_]+:", line):
+            assert lines[number - 1].lstrip().startswith("#"), line
+    again = CliRunner().invoke(rig_app, ["init", "my-rig"])
+    assert (again.exit_code, "is there already" in again.output) == (2, True)
+    assert (tmp_path / "my-rig.yaml").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("My Rig", "--out", "a.yaml"), "name: String should match pattern"),
+        (("local",), "one that Blink ships"),
+        (("mine", "--out", "mine.json"), "ends in .yaml"),
+        (("mine", "--out", "absent/mine.yaml"), "cannot write"),
+    ],
+)
+def test_init_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str) -> None:
+    """Catches: a name that no later command takes, written all the same; a traceback."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(rig_app, ["init", *arguments])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schema_agrees_with_the_model(tmp_path: Path) -> None:
+    """Catches: a published schema that refuses what Blink takes, or takes a misspelt key, size or capability."""
+    import jsonschema
+
+    schema = json.loads(CliRunner().invoke(rig_app, ["schema"]).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert list(validator.iter_errors(LOCAL)) == []
+    for wrong in (
+        {"colour": "red"},
+        {"engine": engine(slots=4097)},
+        {"engine": engine(page=3)},
+        {"capabilities": ["warp-drive"]},
+        {"name": "Local Rig"},
+    ):
+        assert list(validator.iter_errors({**LOCAL, **wrong})), wrong
+        with pytest.raises(RigError):
+            load_rig(write(tmp_path, **wrong))
+    described = [*schema["properties"].values(), *schema["$defs"]["EngineSettings"]["properties"].values()]
+    assert all(entry.get("description") for entry in described)
 
 
 def test_limits_agree_with_the_engine() -> None:

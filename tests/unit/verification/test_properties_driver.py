@@ -177,6 +177,26 @@ def test_killed_engine_is_a_violation_and_stays_one(subject: Subject) -> None:
     assert len(reasons) == 1
 
 
+def test_engine_killed_before_a_hold_is_noticed_at_once(subject: Subject) -> None:
+    """Catches: a hold that waits its whole 20 s for the boundary of an engine whose process is gone."""
+    memory = subject.rig.memory
+    os.kill(subject.rig.pid("engine"), signal.SIGKILL)
+    with pytest.raises(EngineUnreachable, match=r"engine process \d+ is gone"), memory.hold(timeout=3600.0):
+        pass
+
+
+def test_logs_outlive_the_rig(tmp_path: Path) -> None:
+    """Catches: the log of a crashed engine deleted with the rig's folder; one that a second start empties."""
+    options = LocalOptions(logs=tmp_path / "logs", engine={"slots": 16, "max_len": 64, "pages": 40})
+    rig = LocalRig(load_rig("local"), None, options=options)
+    for _ in range(2):
+        rig.start()
+        os.kill(rig.pid("engine"), signal.SIGKILL)
+        assert "status -9" in str(rig.wait(30.0))
+        rig.stop()
+    assert (tmp_path / "logs" / "engine.log").read_text().count("ready: noop") == 2
+
+
 def test_wedged_engine_is_a_violation(subject: Subject) -> None:
     """Catches: a hung engine whose refusal of a new front end leaves the test as an exception of the transport."""
     rig = cast(Quick, subject.rig)

@@ -1,0 +1,52 @@
+"""A suite of your own: nothing here but tests, and the fixtures of Blink's pytest plugin.
+
+    pytest examples/sample_suite --rig local --model SmolLM2-135M-Instruct --out out/mine
+
+`pytest --rig local --fixtures` documents the fixtures, `--markers` the markers.
+"""
+
+import pytest
+
+pytestmark = pytest.mark.capability("cpu", "shared-memory")
+
+
+@pytest.mark.capability("http")
+@pytest.mark.blink_property("repeatable-answers")
+def test_greedy_answers_repeat(rig, client, record):
+    """The same question gets the same answer, and the usage counts agree."""
+    ask = {"model": rig.model_name, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+    first, second = (client.completions.create(**ask) for _ in range(2))
+    record.cases()
+    assert first.choices[0].text == second.choices[0].text
+    assert first.usage.completion_tokens == second.usage.completion_tokens <= 12
+
+
+@pytest.mark.blink_property("ordered-delivery")
+def test_drawn_programs(history):
+    """Programs drawn by the test's own seed: every event once, in order, one terminal event a request."""
+    for program in history.draw(2):
+        history.check(history(program))
+
+
+@pytest.mark.blink_property("small-pool")
+def test_a_pool_that_is_too_small(engine, history):
+    """An engine of our own with so few pages that requests must give way to each other; nobody is lost."""
+    with engine.start(pages=34, max_rows=6, max_len=256, slots=16) as small:
+        seen = history(history.draw(on=small)[0], on=small)
+        history.check(seen, on=small)
+        state = small.snapshot()
+    assert len(state.free_list) == 32  # two of the 34 belong to nobody
+
+
+@pytest.mark.capability("http")
+@pytest.mark.blink_property("freeze")
+def test_frozen_front_end_pauses_only_its_own(rig, client, history, fault):
+    """While the front end is frozen, requests on another ring finish; its own stream goes on afterwards."""
+    ask = {"model": rig.model_name, "prompt": "1, 2, 3,", "max_tokens": 200, "temperature": 0}
+    with client.completions.create(**ask, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        with fault("frontend-stop") as hit:
+            history.check(history(history.draw()[0]))
+        rest = list(stream)
+    assert {request.ring for request in hit.requests} == {0}
+    assert rest[-1].choices[0].finish_reason == "length"

@@ -1,0 +1,57 @@
+"""Which tests run, and on what: rigs behind fixtures, names in markers, the one test of a recording."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from verification.certificate.identity import own_id
+from verification.run_context import PROFILES
+
+if TYPE_CHECKING:
+    from verification.recording import Recording
+
+# Fixture -> the fixture that started the rig behind it. Tests of one rig do not suffer when the other breaks.
+RIG_FIXTURES = {
+    "rig": "rig",
+    "engine": "rig",
+    "client": "rig",
+    "history": "rig",
+    "tiny": "tiny",
+    "fault": "fault_engine",
+}
+
+
+def rigs_of(item: pytest.Item) -> set[str]:
+    """Which rigs a test uses: "rig", "tiny[tiny-gqa3]": each parameter of a fixture starts an engine of its own."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    starters = {RIG_FIXTURES[name] for name in getattr(item, "fixturenames", ()) if name in RIG_FIXTURES}
+    return {f"{name}[{parameters[name]}]" if name in parameters else name for name in starters}
+
+
+def unknown_names(item: pytest.Item) -> str | None:
+    """What is wrong with a test's markers; a misspelt name would filter the test on every rig, without a word."""
+    from hil_rigs import capabilities
+
+    for marker, known in (("capability", tuple(capabilities.CAPABILITIES)), ("blink_profile", PROFILES)):
+        for name in (name for mark in item.iter_markers(marker) for name in mark.args):
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                return f"unknown {marker.replace('_', ' ')} {name!r}{hint}; known: {', '.join(known)}"
+    return None
+
+
+def select_recorded(items: list[pytest.Item], replay: Recording) -> list[pytest.Item]:
+    """Leaves the recorded test alone in `items` and returns the others. Raises UsageError when it is not among them."""
+    chosen = [item for item in items if own_id(item) == replay.test]
+    if not chosen:
+        raise pytest.UsageError(
+            f"--replay: {replay.path} is of test {replay.test}, which is not among the {len(items)} collected; name "
+            f"its file (it was {replay.nodeid})"
+        )
+    others = [item for item in items if item not in chosen]
+    items[:] = chosen
+    return others

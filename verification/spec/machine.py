@@ -1,0 +1,128 @@
+"""The two calls (T): poll and boundary, with commit (C) and the life cycle of the engine (L6, L7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blink_core.abi.enums import (
+    EngineState,
+    ErrorReason,
+    EventKind,
+    FinishReason,
+    LogKind,
+    RequestState,
+    SlotFlag,
+    StepStatus,
+)
+from verification.spec import kv, life, plan, ring
+from verification.spec.state import PlanRow, Request, Result, State
+
+ERROR_OF = {StepStatus.NAN_LOGITS: ErrorReason.NAN_LOGITS, StepStatus.NO_TOKEN: ErrorReason.NO_TOKEN}
+ENDED = (EngineState.DRAINED, EngineState.STOPPED)
+
+
+class Machine(State):
+    """The specification of one engine: others write `rings[r].memory`, `stop` and `drain`; `boundary` and `poll` act."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        life.enter(self, EngineState.READY)
+
+    def poll(self, now: int) -> None:
+        """T4. `now` in microseconds."""
+        self.clock = max(self.clock, now)  # T2
+        ring.poll(self)
+
+    def boundary(self, now: int, results: Sequence[Result] = (), failed: bool = False) -> list[PlanRow]:
+        """T3: ends the step in flight with its results (one a plan row) and returns the rows of the next one, if any."""
+        self.clock = max(self.clock, now)
+        self.boundaries += 1
+        if self.plan is not None:
+            commit(self, results, failed)
+        life.deadlines(self)
+        self.control()
+        if self.engine not in ENDED:
+            self._launch()
+        return self.plan or []
+
+    def _launch(self) -> None:
+        if not self.live:
+            return
+        self.number = self.step + 1
+        rows = plan.make_plan(self)
+        if not rows:
+            return
+        self.plan, self.step = rows, self.number
+        tokens = rows[-1].q_start + rows[-1].q_len
+        self.note(LogKind.STEP, None, len(rows), tokens, sum(row.sample for row in rows))
+
+    def control(self) -> None:
+        if self.stop and self.engine != EngineState.STOPPED:  # L7
+            self.note(LogKind.CONTROL, None, 2)
+            self.engine = EngineState.DRAINING
+            for request in life.by_index(self):
+                life.fail(self, request, ErrorReason.DRAINING)
+            ring.poll(self)
+            life.enter(self, EngineState.STOPPED)
+        elif self.drain and self.engine == EngineState.READY:  # L6
+            self.note(LogKind.CONTROL, None, 1)
+            life.enter(self, EngineState.DRAINING)
+        if self.engine == EngineState.DRAINING and not self.live:
+            life.enter(self, EngineState.DRAINED)
+
+
+def commit(s: State, results: Sequence[Result], failed: bool) -> None:
+    rows, s.plan = s.plan or [], None
+    s.committed += 1
+    kv.end_quarantine(s)  # K5
+    for r in s.rings:
+        r.memory.epoch_ack = r.epoch  # R2
+        r.planned = 0
+    for at, row in enumerate(rows):
+        request = row.request
+        if request.state != RequestState.RUNNING:  # C1; a request object is of one generation
+            continue
+        if failed:  # C2
+            life.fail(s, request, ErrorReason.MODEL_ERROR)
+            continue
+        request.computed = row.context_len
+        if row.sample:
+            take_result(s, request, results[at])
+
+
+def take_result(s: State, request: Request, result: Result) -> None:  # C3
+    s.note(LogKind.RESULT, request, result.token, result.status, result.logprob)
+    if result.status != StepStatus.OK or not 0 <= result.token < s.config.vocab:
+        status = StepStatus(result.status) if result.status in ERROR_OF else StepStatus.FAILED
+        life.fail(s, request, ERROR_OF.get(status, ErrorReason.MODEL_ERROR))
+        return
+    kv.publish(s, request)  # K6
+    r, slot, generation = request.ring, request.slot, request.generation
+    count = request.descriptor.logprobs
+    for first in range(0, count, 2):
+        pairs = result.tops[first : min(first + 2, count)]
+        flat = [value for pair in pairs for value in pair]
+        s.events.append((r.index, r.cq_tail, slot, EventKind.LOGPROBS, len(pairs), generation, *flat))
+        r.cq_tail += 1
+    s.note(LogKind.TOKEN, request, request.emitted, result.token)
+    life.write_event(s, r, slot, EventKind.TOKEN, 0, generation, request.emitted, result.token, result.logprob)
+    request.tokens.append(result.token)
+    request.emitted += 1
+    s.tokens += 1
+    reason = end_of(s, request, result.token)
+    if reason is not None:
+        life.finish(s, request, reason)
+
+
+def end_of(s: State, request: Request, token: int) -> FinishReason | None:  # C4
+    d = request.descriptor
+    if request.emitted > d.min_tokens:
+        if token in s.config.eos_ids and not d.flags & SlotFlag.IGNORE_EOS:
+            return FinishReason.EOS
+        if token in d.stop_ids[: d.n_stop]:
+            return FinishReason.STOP_TOKEN
+    if request.emitted == d.max_tokens:
+        return FinishReason.LENGTH
+    if len(request.tokens) == s.config.max_len:
+        return FinishReason.CONTEXT
+    return None

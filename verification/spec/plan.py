@@ -1,0 +1,214 @@
+"""Planning of running requests and admission of waiting ones (P, A)."""
+
+from __future__ import annotations
+
+from blink_core.abi.definition import PRIORITIES
+from blink_core.abi.enums import Admission, LogKind, RequestState
+from verification.spec import kv, life
+from verification.spec.state import PlanRow, Request, Ring, State
+
+
+def make_plan(s: State) -> list[PlanRow]:
+    """A6, then P, then A. The rows of the next step, in plan order."""
+    rows: list[PlanRow] = []
+    enforce_reservation(s)
+    budget = s.config.token_budget
+    for at, request in enumerate(tuple(s.running)):
+        if request.state != RequestState.RUNNING:
+            continue
+        later = s.running[s.running.index(request) + 1 :] if at < len(s.running) else []
+        decodes = sum(len(other.tokens) - other.computed == 1 for other in later)  # P1
+        planned = plan_request(s, rows, request, budget - decodes)
+        if planned < 0:
+            break
+        budget -= planned
+    admit(s, rows, budget)
+    return rows
+
+
+def has_credits(s: State, request: Request) -> bool:  # P3
+    ring = request.ring
+    unconsumed = ring.cq_tail - ring.cq_head
+    return unconsumed + ring.planned + request.event_cost + s.config.slots <= s.config.cq_entries
+
+
+def plan_request(s: State, rows: list[PlanRow], request: Request, budget: int) -> int:
+    """P2, P4: tokens planned, or -1 if the request had to give way to itself."""
+    remaining = len(request.tokens) - request.computed
+    count = min(remaining, budget)
+    lacks = not has_credits(s, request) or (request.masked and request.mask_index != request.emitted + 1)
+    if count == remaining and lacks:  # P2
+        count -= 1
+        if not count:
+            request.paused += 1
+            return 0
+    request.paused = 0
+    if not count:
+        return 0
+    while len(request.pages) < kv.pages_of(s, request.computed + count):  # P4
+        if not kv.take(s, request):
+            victim = paused_row(s) or s.running[-1]
+            life.preempt(s, victim)
+            if victim is request:
+                return -1
+    start = rows[-1].q_start + rows[-1].q_len if rows else 0
+    sample = int(count == remaining)
+    row = PlanRow(request, start, count, request.computed + count, sample, request.emitted)
+    rows.append(row)
+    if sample:
+        request.ring.planned += request.event_cost
+    s.note(LogKind.PLAN_ROW, request, count, row.context_len, request.row)
+    return count
+
+
+def paused_row(s: State) -> Request | None:
+    """The last in order of service of the rows paused long enough (P4, A3)."""
+    return next((r for r in reversed(s.running) if r.paused >= s.config.paused_limit), None)
+
+
+def fits(s: State, request: Request, without: list[Request] | None = None) -> bool:
+    """A3; `without` those running requests, each of whose pages counts as available (A6)."""
+    gone = without or []
+    found = kv.hit(s, request)
+    idle_found = sum(page in s.idle for page in found)
+    spare = kv.available(s) + sum(len(other.pages) for other in gone)
+    if not s.rows and not gone:
+        return False
+    if kv.pages_of(s, len(request.tokens)) - len(found) + idle_found > spare:
+        return False
+    if s.config.admission == Admission.RESERVE:
+        return committed_pages(s, gone) + _most(s, request) <= s.config.pages - 2
+    return True
+
+
+def _most(s: State, request: Request) -> int:
+    return kv.most_pages(s, request.descriptor.prompt_len, request.descriptor.max_tokens)
+
+
+def committed_pages(s: State, gone: list[Request]) -> int:
+    """Most pages of all running requests but some."""
+    return sum(_most(s, other) for other in s.running if other not in gone)
+
+
+def cost(s: State, request: Request) -> int:  # A2
+    if request.admitted:
+        return 0
+    return min(request.descriptor.prompt_len + request.descriptor.max_tokens, s.config.max_len)
+
+
+def admit(s: State, rows: list[PlanRow], budget: int) -> None:
+    ended = False  # a reservation ended at this boundary: nobody takes one any more (A7)
+    for level in range(PRIORITIES):  # A1
+        passed, turn = 0, 0
+        while budget > 0:
+            request = choose(s, level)
+            if request is None:
+                break
+            while not (fitting := fits(s, request)) and (victim := paused_row(s)) is not None:  # A3
+                life.preempt(s, victim)
+            if fitting:
+                start(s, request)
+                budget -= plan_request(s, rows, request, budget)
+                request.paused = 0
+                passed = 0
+                continue
+            if not ended:
+                hold_reservation(s, request)
+                if not reservation_due(s):
+                    return
+                life.give_up_reservation(s)
+                ended = True
+            turn = turn if passed else request.ring.index  # A7
+            passed += 1
+            s.turn[level] = request.ring.index
+            if passed > s.config.rings:
+                s.turn[level] = turn
+                break
+            pass_turn(s, level)
+
+
+def hold_reservation(s: State, request: Request) -> None:  # A5
+    if s.reserved is not request:
+        if s.reserved is not None:
+            life.give_up_reservation(s)
+        s.reserved, s.reserved_since = request, s.boundaries
+        s.note(LogKind.RESERVATION, request, 1, 0)
+
+
+def head(s: State, ring: Ring, level: int) -> Request | None:
+    """The ring's head of a class, if it has credits (A2)."""
+    waiting = ring.waiting[level]
+    return waiting[0] if waiting and has_credits(s, waiting[0]) else None
+
+
+def choose(s: State, level: int) -> Request | None:
+    holder = s.reserved
+    if holder is not None and head(s, holder.ring, level) is holder:  # A1
+        return holder
+    if all(head(s, ring, level) is None for ring in s.rings):
+        return None
+    while True:  # A2
+        ring = s.rings[s.turn[level]]
+        request = head(s, ring, level)
+        if request is not None and ring.deficit[level] >= cost(s, request):
+            return request
+        pass_turn(s, level)
+
+
+def pass_turn(s: State, level: int) -> None:  # A2
+    for step in (0, 1):
+        s.turn[level] = (s.turn[level] + step) % s.config.rings
+        ring = s.rings[s.turn[level]]
+        if not ring.waiting[level]:
+            ring.deficit[level] = 0
+    request = head(s, ring, level)
+    if request is not None and ring.deficit[level] < cost(s, request):
+        ring.deficit[level] += s.config.quantum
+
+
+def start(s: State, request: Request) -> None:
+    """A4: WAITING -> RUNNING."""
+    request.ring.deficit[request.descriptor.priority] -= cost(s, request)
+    request.ring.waiting[request.descriptor.priority].remove(request)
+    if s.reserved is request:
+        life.give_up_reservation(s)
+    request.row = s.rows.pop()
+    request.state = RequestState.RUNNING
+    request.paused = request.mask_index = 0
+    s.running.append(request)
+    s.running.sort(key=lambda r: r.order)  # L2
+    s.admissions += 1
+    found = kv.hit(s, request)  # K7
+    for index, page in enumerate(found):
+        kv.hold(s, request, index, page)
+        request.pages.append(page)
+    request.published = len(found)
+    request.computed = len(found) * s.config.page_size
+    if not request.admitted:
+        request.cached = request.computed  # L1
+    if kv.shares(s, request):
+        s.lookups += (len(request.tokens) - 1) // s.config.page_size * s.config.page_size
+        s.hits += request.computed
+        if found:
+            s.note(LogKind.PREFIX_HIT, request, len(found), request.computed, request.row)
+    request.admitted = 1
+    s.note(LogKind.ADMIT, request, request.row, len(request.tokens), request.preemptions)
+
+
+def reservation_due(s: State) -> bool:
+    return s.boundaries - s.reserved_since >= s.config.reservation_steps
+
+
+def enforce_reservation(s: State) -> None:  # A6
+    holder = s.reserved
+    if holder is None or not reservation_due(s):
+        return
+    if not has_credits(s, holder):
+        return life.give_up_reservation(s)
+    after = [request for request in s.running if request.order > holder.order]
+    if fits(s, holder) or not after or not fits(s, holder, after):
+        return
+    while after and not fits(s, holder):
+        life.preempt(s, after.pop())
+    if fits(s, holder):
+        s.note(LogKind.RESERVATION, holder, 2, s.boundaries - s.reserved_since)
