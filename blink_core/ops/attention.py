@@ -8,10 +8,14 @@ one shape (query heads of a group x head_dim x BLOCK), and the blocks are added 
 weigh exactly zero. A query's result then depends on its context alone: not on the batch, and not on whether it came by
 prefill, in what chunks, or by decode. In fast mode the block is the whole context, and a prefill's queries share one
 product.
+
+Sliding window: a query at position p sees the keys p - window + 1 to p. Only pages that some query of the row still
+sees are read; in batch-invariant mode they are counted from the same blocks, so that leaving blocks out changes no bit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +33,10 @@ MAX_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows attended together. ``tokens`` intp [N*M]: N rows of M new tokens. ``pages`` intp [N, P], ``lengths`` [N]."""
+    """Rows attended together. ``tokens`` intp [N*M]: N rows of M new tokens. ``pages`` intp [N, P]: the pages to read.
+
+    ``lengths`` int32 [N]: slots used, counted from the first of these pages.
+    """
 
     tokens: npt.NDArray[np.intp]
     pages: npt.NDArray[np.intp]
@@ -38,19 +45,40 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Work list of one step, made once and used by every layer."""
+    """Work list of one step, made once for each window and used by every layer that has it."""
 
     decode: tuple[_Group, ...]
     prefill: tuple[_Group, ...]
+    window: int | None = None
 
 
-def plan_attention(row_starts: I32, context_lens: I32, block_tables: I32, page_size: int) -> AttentionPlan:
+def invariant_unit(page_size: int) -> int:
+    """Positions that are left out together in batch-invariant mode: whole pages and whole blocks."""
+    return math.lcm(page_size, BLOCK)
+
+
+def plan_attention(
+    row_starts: I32,
+    context_lens: I32,
+    block_tables: I32,
+    page_size: int,
+    *,
+    window: int | None = None,
+    unit: int | None = None,
+) -> AttentionPlan:
     """Sort the rows of a step into groups.
 
     ``row_starts`` int32 [R+1]; ``context_lens`` int32 [R], including the new tokens; ``block_tables`` int32 [R, P].
-    Row r's new tokens are the last of its context.
+    Row r's new tokens are the last of its context. ``window``: keys that a query sees, its own included; None for all.
+    ``unit``: positions before the window are left out in multiples of this, itself a multiple of ``page_size``.
     """
     counts = np.diff(row_starts)
+    if window is not None and context_lens.size:
+        unit = unit or page_size
+        unseen = np.maximum(context_lens - counts - window + 1, 0) // unit * unit  # before the row's first new token
+        context_lens = context_lens - unseen.astype(context_lens.dtype)
+        index = np.arange(block_tables.shape[1])[None, :] + unseen[:, None] // page_size
+        block_tables = np.take_along_axis(block_tables, np.minimum(index, block_tables.shape[1] - 1), axis=1)
     pages = -(-context_lens // page_size)
     decode_rows = np.flatnonzero(counts == 1)
     decode_rows = decode_rows[np.argsort(pages[decode_rows], kind="stable")]
@@ -73,7 +101,7 @@ def plan_attention(row_starts: I32, context_lens: I32, block_tables: I32, page_s
         )
         for row in np.flatnonzero(counts > 1)
     )
-    return AttentionPlan(tuple(groups), prefill)
+    return AttentionPlan(tuple(groups), prefill, window)
 
 
 def paged_attention(q: F32, k_pages: F32, v_pages: F32, plan: AttentionPlan, *, batch_invariant: bool) -> F32:
@@ -90,10 +118,10 @@ def paged_attention(q: F32, k_pages: F32, v_pages: F32, plan: AttentionPlan, *, 
     out = np.empty_like(scaled)
     for group in plan.decode:
         k, v = _gather(k_pages, v_pages, group, batch_invariant)
-        out[group.tokens] = _attend(scaled[group.tokens], k, v, group.lengths[:, None])
+        out[group.tokens] = _attend(scaled[group.tokens], k, v, group.lengths[:, None], plan.window)
     for group in plan.prefill:
         k, v = _gather(k_pages, v_pages, group, batch_invariant)
-        _prefill(scaled, k, v, group, out, batch_invariant)
+        _prefill(scaled, k, v, group, out, plan.window, batch_invariant)
     return out.reshape(tokens, heads * head_dim)
 
 
@@ -115,40 +143,47 @@ def _gather(k_pages: F32, v_pages: F32, group: _Group, batch_invariant: bool) ->
     return gathered[0], gathered[1]
 
 
-def _prefill(scaled: F32, k: F32, v: F32, group: _Group, out: F32, batch_invariant: bool) -> None:
+def _prefill(scaled: F32, k: F32, v: F32, group: _Group, out: F32, window: int | None, batch_invariant: bool) -> None:
     """Attention of one row's several new tokens into ``out``, some of them at a time."""
     _, kv_heads, per_group, head_dim = scaled.shape
     length = int(group.lengths[0])
     total = group.tokens.size
     step = max(1, MAX_SCORES // (kv_heads * per_group * k.shape[1] * k.shape[2]))
+    if window is not None:
+        step = min(step, max(window, BLOCK))  # else most of the products would be outside the window
     for start in range(0, total, step):
         tokens = group.tokens[start : start + step]
         count = tokens.size
-        # Keys that a token sees: all up to its own position.
+        # Keys that a token sees: all up to its own position, in a window those from `low` on.
         visible = np.arange(length - total + start, length - total + start + count, dtype=np.int32) + 1
+        low = 0 if window is None else max(0, int(visible[0]) - window)
         if batch_invariant:
-            blocks = -(-int(visible[-1]) // BLOCK)
-            shape = (count, blocks, *k.shape[2:])
-            seen_k, seen_v = (np.broadcast_to(a[:, :blocks], shape) for a in (k, v))
-            out[tokens] = _attend(scaled[tokens], seen_k, seen_v, visible[:, None])
+            first, blocks = low // BLOCK, -(-int(visible[-1]) // BLOCK)
+            shape = (count, blocks - first, *k.shape[2:])
+            seen_k, seen_v = (np.broadcast_to(a[:, first:blocks], shape) for a in (k, v))
+            out[tokens] = _attend(scaled[tokens], seen_k, seen_v, (visible - first * BLOCK)[:, None], window)
         else:
             # One product a key-value head: [kv_heads, count * per_group, head_dim] against all keys.
             queries = scaled[tokens].swapaxes(0, 1).reshape(1, kv_heads, count * per_group, head_dim)
-            result = _attend(queries, k, v, np.repeat(visible, per_group)[None, :])
+            seen_k, seen_v = (a[:, :, low : int(visible[-1])] if window is not None else a for a in (k, v))
+            result = _attend(queries, seen_k, seen_v, np.repeat(visible - low, per_group)[None, :], window)
             out[tokens] = result.reshape(kv_heads, count, per_group, head_dim).swapaxes(0, 1)
 
 
-def _attend(q: F32, k: F32, v: F32, visible: I32) -> F32:
+def _attend(q: F32, k: F32, v: F32, visible: I32, window: int | None) -> F32:
     """Softmax attention of N items with M queries a key-value head each.
 
     ``q`` [N, kv_heads, M, head_dim], scaled; ``k``, ``v`` [N, blocks, block, kv_heads, head_dim]; ``visible`` int32
-    [N, M] or [N, 1]: how many keys, from the first, each query sees (at least 1). Returns float32
-    [N, kv_heads, M, head_dim].
+    [N, M] or [N, 1]: how many keys, from the first, each query sees (at least 1), of which only the last ``window``.
+    Returns float32 [N, kv_heads, M, head_dim].
     """
     blocks, block = k.shape[1:3]
     scores = np.matmul(q[:, :, None], k.transpose(0, 3, 1, 4, 2))  # [N, kv_heads, blocks, M, block]
     index = np.arange(blocks * block, dtype=np.int32).reshape(1, 1, blocks, 1, block)
-    np.copyto(scores, np.float32(-np.inf), where=index >= visible[:, None, None, :, None])
+    end = visible[:, None, None, :, None]
+    np.copyto(scores, np.float32(-np.inf), where=index >= end)
+    if window is not None:
+        np.copyto(scores, np.float32(-np.inf), where=index < end - window)
     scores -= scores.max(axis=(2, 4), keepdims=True)
     weights = np.exp(scores, out=scores)
     sums = np.add.reduce(weights, axis=-1, keepdims=True)  # [N, kv_heads, blocks, M, 1]

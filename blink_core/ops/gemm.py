@@ -23,8 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from blink_core.models.errors import BatchInvarianceError
-
 F32 = npt.NDArray[np.float32]
 
 BASE_TILES = (4, 8, 1)  # in order of preference
@@ -38,16 +36,17 @@ GEMV_ROWS = 2
 class LinearWeight:
     """A projection, stored transposed: ``kn`` float32 [in, out], C-contiguous.
 
-    ``tiles``: row counts of the invariant mode, none in fast mode. [in, out] because that is the faster layout for GEMV
-    (1.5 times at 576 x 3072) and no slower for GEMM.
+    ``tiles``: row counts of the invariant mode, none in fast mode. ``bias``: float32 [out], added last. [in, out]
+    because that is the faster layout for GEMV (1.5 times at 576 x 3072) and no slower for GEMM.
     """
 
     kn: F32
     tiles: tuple[int, ...] = ()
+    bias: F32 | None = None
 
 
 def multiply(x: F32, weight: LinearWeight) -> F32:
-    """``x @ weight``: float32 [T, in] -> float32 [T, out]; in tiles if the weight has them, else by the fastest way."""
+    """``x @ weight + bias``: float32 [T, in] -> [T, out]; in tiles if the weight has them, else by the fastest way."""
     rows = x.shape[0]
     out = np.empty((rows, weight.kn.shape[1]), dtype=np.float32)
     if weight.tiles:
@@ -67,6 +66,8 @@ def multiply(x: F32, weight: LinearWeight) -> F32:
             np.matmul(x[row], weight.kn, out=out[row])
     else:
         np.matmul(x, weight.kn, out=out)
+    if weight.bias is not None:
+        out += weight.bias
     return out
 
 
@@ -91,6 +92,8 @@ def invariant_tiles(kn: F32) -> tuple[int, ...]:
         if _any_place(kn, pool, expected, base, POOL_ROWS) and _any_neighbours(kn, pool[0], expected[0], base):
             larger = [t for t in LARGER_TILES if t > base and _any_place(kn, pool, expected, t, 1)] if base > 1 else []
             return (base, *larger)
+    from blink_core.models.errors import BatchInvarianceError  # models import this module
+
     raise BatchInvarianceError(
         f"batch-invariant mode is not available on this machine: its BLAS ({_blas_name()}) gives a row different bits "
         "by its place, its neighbours or from call to call in products of "

@@ -12,50 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from blink_core.ops.attention import AttentionPlan, paged_attention, plan_attention
+from blink_core.ops.attention import AttentionPlan, invariant_unit, paged_attention, plan_attention
 from blink_core.ops.gemm import LinearWeight, invariant_tiles, multiply
+from blink_core.ops.rope import RotaryTable
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-__all__ = ["AttentionPlan", "LinearWeight", "NumpyOps", "RotaryTable", "inverse_frequencies"]
-
-
-def inverse_frequencies(rope_theta: float, head_dim: int) -> F32:
-    """Rotary frequencies of each pair, float32 [head_dim/2]: ``1 / theta ** (2i / head_dim)``.
-
-    As HuggingFace computes them: exponent, power and reciprocal each rounded to float32. The power is taken in float64
-    and rounded, which matches torch's in all but rare last bits; NumPy's own float32 power does not.
-    """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    power = np.power(np.float64(rope_theta), exponent.astype(np.float64)).astype(np.float32)
-    return np.float32(1) / power
-
-
-class RotaryTable:
-    """Cosines and sines by position, computed once for each position, CHUNK positions at a time as they are needed."""
-
-    CHUNK = 1024
-
-    def __init__(self, rope_theta: float, head_dim: int) -> None:
-        self._frequencies = inverse_frequencies(rope_theta, head_dim)
-        self._cos = np.empty((0, head_dim // 2), dtype=np.float32)
-        self._sin = np.empty((0, head_dim // 2), dtype=np.float32)
-
-    def __call__(self, positions: I32) -> tuple[F32, F32]:
-        """``(cos, sin)`` of int32 positions [T], each float32 [T, 1, head_dim/2].
-
-        The angle is rounded to float32 as in HuggingFace; its cosine and sine are correct to the last bit.
-        """
-        needed = int(positions.max(initial=0)) + 1
-        while self._cos.shape[0] < needed:
-            start = self._cos.shape[0]
-            at = np.arange(start, start + self.CHUNK, dtype=np.float32)
-            angles = (at[:, None] * self._frequencies).astype(np.float64)
-            self._cos = np.concatenate((self._cos, np.cos(angles).astype(np.float32)))
-            self._sin = np.concatenate((self._sin, np.sin(angles).astype(np.float32)))
-        return self._cos[positions][:, None, :], self._sin[positions][:, None, :]
+__all__ = ["AttentionPlan", "LinearWeight", "NumpyOps", "RotaryTable"]
 
 
 @dataclass(slots=True)
@@ -70,8 +35,8 @@ class NumpyOps:
     batch_invariant: bool = False
     _tiles: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
-    def prepare_linear(self, kn: F32) -> LinearWeight:
-        """Make float32 [in, out] a weight for :meth:`linear`, without copying it.
+    def prepare_linear(self, kn: F32, bias: F32 | None = None) -> LinearWeight:
+        """Make float32 [in, out] and ``bias`` [out] a weight for :meth:`linear`, without copying it.
 
         In batch-invariant mode the products are first checked on this weight, once for each shape; raises
         BatchInvarianceError if this machine's BLAS cannot.
@@ -79,17 +44,17 @@ class NumpyOps:
         if kn.dtype != np.float32 or kn.ndim != 2 or not kn.flags.c_contiguous:
             raise ValueError(f"a weight must be C-contiguous float32 [in, out], got {kn.dtype} {list(kn.shape)}")
         if not self.batch_invariant:
-            return LinearWeight(kn)
+            return LinearWeight(kn, bias=bias)
         if kn.shape not in self._tiles:
             self._tiles[kn.shape] = invariant_tiles(kn)
-        return LinearWeight(kn, self._tiles[kn.shape])
+        return LinearWeight(kn, self._tiles[kn.shape], bias)
 
     def embedding(self, table: F32, token_ids: I32) -> F32:
         """Rows of ``table`` [vocab, hidden] (any strides: a tied table is a transposed view) -> [T, hidden]."""
         return np.ascontiguousarray(table[token_ids])
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:
-        """Root-mean-square norm over the last axis: x [T, hidden], weight [hidden] -> [T, hidden]."""
+        """Root-mean-square norm over the last axis: x [..., n], weight [n] or one a head [heads, n] -> like x."""
         mean = np.add.reduce(x * x, axis=-1, keepdims=True) / np.float32(x.shape[-1])
         scale = np.float32(1) / np.sqrt(mean + np.float32(eps))
         out: F32 = np.multiply(x, scale, dtype=np.float32)
@@ -103,13 +68,16 @@ class NumpyOps:
     def rotary(self, x: F32, cos: F32, sin: F32) -> F32:
         """Rotary embedding in HuggingFace's rotate-half layout: x [T, heads, head_dim] -> the same shape.
 
-        ``cos`` and ``sin`` [T, 1, head_dim/2] from :class:`RotaryTable`; element i pairs with i + head_dim/2.
+        ``cos`` and ``sin`` [T, 1, rotated/2] from :class:`RotaryTable`; element i pairs with i + rotated/2; those from
+        ``rotated`` on (partial rotary embedding) pass unchanged.
         """
-        half = x.shape[-1] // 2
-        first, second = x[..., :half], x[..., half:]
+        half = cos.shape[-1]
+        first, second = x[..., :half], x[..., half : 2 * half]
         out = np.empty(x.shape, dtype=np.float32)
         np.subtract(first * cos, second * sin, out=out[..., :half])
-        np.add(second * cos, first * sin, out=out[..., half:])
+        np.add(second * cos, first * sin, out=out[..., half : 2 * half])
+        if 2 * half < x.shape[-1]:
+            out[..., 2 * half :] = x[..., 2 * half :]
         return out
 
     def silu_mul(self, gate_up: F32) -> F32:
@@ -121,6 +89,20 @@ class NumpyOps:
         out *= gate_up[:, inner:]
         return out
 
+    def route(self, logits: F32, top_k: int, *, normalize: bool) -> tuple[npt.NDArray[np.intp], F32]:
+        """Experts of each token: router ``logits`` [T, experts] -> ``(index [T, top_k], weight [T, top_k])``.
+
+        Softmax over all experts, then the ``top_k`` likeliest, most likely first (the lower index among equals);
+        ``normalize`` divides their weights by their sum.
+        """
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= np.add.reduce(weights, axis=-1, keepdims=True)
+        index = np.argsort(-weights, axis=-1, kind="stable")[:, :top_k]
+        chosen: F32 = np.take_along_axis(weights, index, axis=-1)
+        if normalize:
+            chosen /= np.add.reduce(chosen, axis=-1, keepdims=True)
+        return index, chosen
+
     def append_kv(self, pages: F32, kv_slots: I64, values: F32) -> None:
         """Write new keys or values [T, kv_heads, head_dim] into one layer's pages.
 
@@ -129,9 +111,12 @@ class NumpyOps:
         page, offset = np.divmod(kv_slots, pages.shape[1])
         pages[page, offset] = values
 
-    def plan_attention(self, row_starts: I32, context_lens: I32, block_tables: I32, page_size: int) -> AttentionPlan:
+    def plan_attention(
+        self, row_starts: I32, context_lens: I32, block_tables: I32, page_size: int, window: int | None = None
+    ) -> AttentionPlan:
         """Work list of a step for :meth:`paged_attention`: see :func:`blink_core.ops.attention.plan_attention`."""
-        return plan_attention(row_starts, context_lens, block_tables, page_size)
+        unit = invariant_unit(page_size) if self.batch_invariant else page_size
+        return plan_attention(row_starts, context_lens, block_tables, page_size, window=window, unit=unit)
 
     def paged_attention(self, q: F32, k_pages: F32, v_pages: F32, plan: AttentionPlan) -> F32:
         """Causal attention over the pages: q [T, heads, head_dim] -> [T, heads * head_dim]."""

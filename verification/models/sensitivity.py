@@ -1,7 +1,8 @@
 """Does a model notice faults? Probes that must change its greedy tokens, and margins that must be far above rounding.
 
 A tiny random model whose logits hang on the last token only would pass every test of the KV cache. Each model is
-therefore shown, at build, to change a greedy token for a wrong page, position, row or head (design section 9).
+therefore shown, at build, to change a greedy token for a wrong page, position, row or head (design section 9), and,
+where it has such a thing, for a window that is ignored, for the wrong rotary factors, and for a wrong expert.
 """
 
 from __future__ import annotations
@@ -27,6 +28,26 @@ STEPS = 24
 # Exchanging two full pages is no fault that tokens can show: attention ignores the order of rows that carry their
 # rotation (the KV criterion sees it). A page of another request is one, and so is a row rotated for another place.
 FAULTS = ("foreign-page", "foreign-row", "wrong-position", "wrong-head")
+
+
+def faults_of(config: Any) -> tuple[str, ...]:
+    """Faults that a model of this HuggingFace configuration must notice: FAULTS, and those of what it has."""
+    found: tuple[str, ...] = FAULTS
+    if windowed_layers(config):
+        found += ("ignored-window",)
+    if config.rope_parameters["rope_type"] != "default":
+        found += ("wrong-rope",)
+    if getattr(config, "num_experts", 0):
+        found += ("wrong-expert",)
+    return found
+
+
+def windowed_layers(config: Any) -> int:
+    """Number of layers with a sliding window."""
+    if getattr(config, "sliding_window", None) is None:
+        return 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    return list(kinds).count("sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +76,7 @@ class Sensitivity:
                 f"least margin {self.margin:.3g} is {self.margin_ratio:.3g}x the error bound {self.bound:.3g}, "
                 f"not above {limits.margin_factor:g}x"
             )
-        for fault in FAULTS:
+        for fault in dict.fromkeys((*FAULTS, *self.killed)):
             found = self.killed.get(fault, 0)
             if found < limits.min_kill_fraction * self.probes:
                 missing.append(f"{fault} changed a greedy token in {found} of {self.probes} probes")
@@ -69,15 +90,17 @@ def measure_sensitivity(oracle64: HFOracle, oracle32: HFOracle, seed: int) -> Se
     """Run the probes, whose prompts are drawn from ``seed``, on a model given by its two oracles."""
     draw = np.random.default_rng([seed, 1])
     prompts = torch.from_numpy(draw.integers(3, oracle32.vocab_size, (PROBES, CACHED + 1)))
-    rows = torch.from_numpy(draw.integers(0, CACHED, PROBES))
     model = oracle32.model
+    rows = draw_rows(draw, model.config)
     with torch.inference_mode():
         clean, tokens = _continue(model, prompts, None)
         killed = {
             fault: int((tokens != _continue(model, prompts, perturb, clean)[1]).any(dim=1).sum())
             for fault, perturb in cache_faults(model, rows).items()
         }
-        killed["wrong-head"] = int((tokens != _continue(with_wrong_heads(model), prompts, None)[1]).any(dim=1).sum())
+        for fault, make in MODEL_FAULTS.items():
+            if fault in faults_of(model.config):
+                killed[fault] = int((tokens != _continue(make(model), prompts, None)[1]).any(dim=1).sum())
     sequences = torch.cat([prompts, tokens], dim=1)[:, :-1].tolist()
     reference = oracle64.forward_many(sequences, start=[CACHED] * PROBES, batch_tokens=PROBES * len(sequences[0]))
     ordinary = oracle32.forward_many(sequences, start=[CACHED] * PROBES, batch_tokens=PROBES * len(sequences[0]))
@@ -86,7 +109,18 @@ def measure_sensitivity(oracle64: HFOracle, oracle32: HFOracle, seed: int) -> Se
     margin = float((ordered[:, -1] - ordered[:, -2]).min())
     if not np.array_equal(r.argmax(axis=1), tokens.numpy().ravel()):
         margin = 0.0  # float64 would have continued otherwise: no margin at all
-    return Sensitivity(margin, float(np.abs(h - r).max()), len(r), PROBES, {f: killed[f] for f in FAULTS})
+    return Sensitivity(
+        margin, float(np.abs(h - r).max()), len(r), PROBES, {f: killed[f] for f in faults_of(model.config)}
+    )
+
+
+def draw_rows(draw: np.random.Generator, config: Any) -> torch.Tensor:
+    """The position that is struck in each probe, int64 [PROBES].
+
+    A row that no layer sees any more is no fault: where every layer has a window, one within the next token's is drawn.
+    """
+    window = config.sliding_window if windowed_layers(config) == config.num_hidden_layers else CACHED
+    return torch.from_numpy(draw.integers(max(0, CACHED + 1 - window), CACHED, PROBES))
 
 
 Perturb = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -98,10 +132,10 @@ def _continue(
 ) -> tuple[KV, torch.Tensor]:
     """The clean cache, and the greedy tokens [probes, STEPS] after it was perturbed."""
     if cached is None:
-        cache = DynamicCache(config=model.config)
+        cache = DynamicCache()
         model(prompts[:, :CACHED], cache=cache, use_cache=True)
         cached = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # without the configuration, with which it would drop rows outside a window
     for index, (k, v) in enumerate(cached):
         cache.update(*(perturb(k, v) if perturb else (k, v)), index)
     token = prompts[:, CACHED:]
@@ -115,7 +149,7 @@ def _continue(
 def cache_faults(model: Any, rows: torch.Tensor) -> dict[str, Perturb]:
     """Faults on K, V [probes, kv_heads, positions, head_dim]; ``rows`` is the position struck in each probe."""
     probe = torch.arange(len(rows))
-    angle = torch.cat([model.model.rotary_emb.inv_freq] * 2)
+    angle = torch.cat([model.model.rotary_emb.inv_freq] * 2)  # of LongRoPE: those of the last call
 
     def foreign_page(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = k.clone(), v.clone()
@@ -142,9 +176,10 @@ def cache_faults(model: Any, rows: torch.Tensor) -> dict[str, Perturb]:
 
 
 def rotate(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    """K [..., head_dim] turned on by ``angle`` [head_dim] (the two halves alike): one position further for inv_freq."""
-    first, second = k.chunk(2, dim=-1)
-    return k * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
+    """K [..., head_dim] turned on by ``angle`` [rotated] (the two halves alike): one position further for inv_freq."""
+    turned, rest = k[..., : len(angle)], k[..., len(angle) :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin(), rest), dim=-1)
 
 
 def with_wrong_heads(model: Any) -> Any:
@@ -159,7 +194,49 @@ def with_wrong_heads(model: Any) -> Any:
     place = [(h % kv_heads) * (heads // kv_heads) + h // kv_heads for h in range(heads)]
     order = torch.tensor([place.index(slot) for slot in range(heads)])
     for layer in wrong.model.layers:
-        query, output = layer.self_attn.q_proj.weight, layer.self_attn.o_proj.weight
-        query.data = query.data.view(heads, -1, query.shape[1])[order].reshape(query.shape)
-        output.data = output.data.view(output.shape[0], heads, -1)[:, order].reshape(output.shape)
+        attention = layer.self_attn
+        size = attention.head_dim
+        rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
+        query = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.q_proj  # fused: query rows first
+        for parameter in (query.weight, query.bias):
+            if parameter is not None:
+                parameter.data[: len(rows)] = parameter.data[rows]
+        attention.o_proj.weight.data = attention.o_proj.weight.data[:, rows]
     return wrong
+
+
+def without_window(model: Any) -> Any:
+    """A copy whose queries see all earlier positions."""
+    wrong = copy.deepcopy(model)
+    wrong.config.sliding_window = 1 << 30  # the masks are made from the configuration at every call
+    return wrong
+
+
+def with_wrong_rope(model: Any) -> Any:
+    """A copy with the frequencies of no scaling, or of LongRoPE's other table."""
+    wrong = copy.deepcopy(model)
+    config = copy.deepcopy(model.config)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "longrope":
+        rope["short_factor"], rope["long_factor"] = rope["long_factor"], rope["short_factor"]
+    else:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    wrong.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return wrong
+
+
+def with_wrong_experts(model: Any) -> Any:
+    """A copy whose router picks the neighbour of each expert that it should."""
+    wrong = copy.deepcopy(model)
+    for layer in wrong.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.roll(1, dims=0)
+    return wrong
+
+
+MODEL_FAULTS: Mapping[str, Callable[[Any], Any]] = {
+    "wrong-head": with_wrong_heads,
+    "ignored-window": without_window,
+    "wrong-rope": with_wrong_rope,
+    "wrong-expert": with_wrong_experts,
+}

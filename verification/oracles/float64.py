@@ -53,9 +53,15 @@ def rebuild_rotary(model: torch.nn.Module) -> int:
         if hasattr(child, "inv_freq") and hasattr(child, "config")
     ]
     for parent, name, child in found:
-        with Float64Islands():
-            fresh = type(child)(child.config)
-        if fresh.inv_freq.dtype is not torch.float64:
-            raise RuntimeError(f"{type(child).__name__} keeps {fresh.inv_freq.dtype} frequencies in the float64 oracle")
+        with Float64Islands(), torch.no_grad():
+            fresh: Any = type(child)(child.config)
+            if fresh.rope_type == "longrope":
+                # The second table is made, and then kept, by the first call beyond the original maximum: make it here.
+                original = fresh.config.rope_parameters["original_max_position_embeddings"]
+                for last in (original, 0):
+                    fresh(torch.zeros(1, dtype=torch.float64), torch.tensor([[last]]))
+        kept = {fresh.inv_freq.dtype, getattr(fresh, "long_inv_freq", fresh.inv_freq).dtype}
+        if kept != {torch.float64}:
+            raise RuntimeError(f"{type(child).__name__} keeps {kept} frequencies in the float64 oracle")
         setattr(parent, name, fresh)
     return len(found)

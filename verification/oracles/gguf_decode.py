@@ -7,8 +7,8 @@ as a difference (design section 9). Blocks hold 32 weights along a row:
 * ``Q4_1`` 20 bytes: half d, half m, nibbles as above; w = d q + m
 * ``Q8_0`` 34 bytes: half d, 32 signed bytes; w = d q
 
-all in float32 arithmetic. Llama files keep the rows of the query and key weights with the two halves of each rotary
-pair side by side; HuggingFace keeps the halves apart.
+all in float32 arithmetic. Llama files (Mistral's too) keep the rows of the query and key weights and biases with the
+two halves of each rotary pair side by side; HuggingFace, and files of other architectures, keep the halves apart.
 """
 
 from __future__ import annotations
@@ -133,48 +133,55 @@ def read_tensor(path: str | Path, info: TensorInfo) -> F32Array:
     return block.decode(raw.reshape(-1, block.nbytes)).reshape(info.shape)
 
 
-def huggingface_name(name: str) -> str:
-    """Name of a Llama tensor in HuggingFace's model. Raises ``GGUFDecodeError`` for a name that Llama does not have."""
+def huggingface_name(name: str, architecture: str = "llama") -> str:
+    """Name of a tensor in HuggingFace's model. Raises ``GGUFDecodeError`` for one that the architecture lacks."""
     if name in _TOP:
         return _TOP[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if match is None or match[2] not in _LAYER:
-        raise GGUFDecodeError(f"tensor {name} is not part of a Llama model")
-    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    part = {**_LAYER, **_ARCHITECTURES[architecture]}.get(match[2], "") if match else ""
+    if match is None or not part:
+        raise GGUFDecodeError(f"tensor {name} is not part of a model of architecture {architecture!r}")
+    stacked = part.startswith("mlp.experts.")  # HuggingFace's parameters of experts have no such suffix
+    return f"model.layers.{match[1]}.{part}" + ("" if stacked else f".{match[3]}")
 
 
 def to_huggingface_rows(weights: F32Array, heads: int) -> F32Array:
     """Reorder the rows of a query or key weight from interleaved rotary pairs to HuggingFace's two halves.
 
-    weights: [heads * head_dim, inputs]. Row 2 j + p of a head goes to row p * head_dim / 2 + j.
+    weights: [heads * head_dim, inputs], or a bias [heads * head_dim]. Row 2 j + p of a head goes to row
+    p * head_dim / 2 + j.
     """
-    rows, inputs = weights.shape
+    rows = weights.shape[0]
     if heads < 1 or rows % (2 * heads):
         raise GGUFDecodeError(f"{rows} rows are not {heads} heads of an even size")
-    pairs = weights.reshape(heads, rows // heads // 2, 2, inputs)
-    return np.ascontiguousarray(np.moveaxis(pairs, 2, 1)).reshape(rows, inputs)
+    pairs = weights.reshape(heads, rows // heads // 2, 2, -1)
+    return np.ascontiguousarray(np.moveaxis(pairs, 2, 1)).reshape(weights.shape)
 
 
 def check_weights(path: str | Path, oracle: HasParameters) -> CheckResult:
-    """Compare every tensor of a Llama GGUF file with what transformers loaded, bit for bit.
+    """Compare every tensor of a GGUF file with what transformers loaded, bit for bit.
 
     oracle: of the same file, in float32 or float64 (each float32 weight is exact in float64). ``invalid`` names the
     tensors that differ, are missing on either side, or have another shape.
     """
     header = read_header(path)
-    architecture = header.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise GGUFDecodeError(f"{path}: architecture {architecture!r}; tensor names are known for 'llama' only")
-    query_heads = int(header.metadata["llama.attention.head_count"])
-    heads = {"attn_q": query_heads, "attn_k": int(header.metadata.get("llama.attention.head_count_kv", query_heads))}
-    loaded = oracle.parameters()
+    architecture = str(header.metadata.get("general.architecture"))
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise GGUFDecodeError(f"{path}: architecture {architecture!r}; tensor names are known for {known}")
+    heads: dict[str, int] = {}
+    if architecture == "llama":
+        query_heads = int(header.metadata["llama.attention.head_count"])
+        key_heads = int(header.metadata.get("llama.attention.head_count_kv", query_heads))
+        heads = {"attn_q": query_heads, "attn_k": key_heads}
+    loaded = _unfused(oracle.parameters())
     faults: list[JSON] = []
     seen: set[str] = set()
     weights, worst = 0, 0.0
     for name, info in header.tensors.items():
-        if name == "rope_freqs.weight":  # a table of factors that transformers takes from the configuration
+        if name.startswith("rope_f"):  # tables of factors, which transformers has in its configuration
             continue
-        target = huggingface_name(name)
+        target = huggingface_name(name, architecture)
         decoded = read_tensor(path, info)
         part = name.split(".")[-2]
         if part in heads:
@@ -228,6 +235,34 @@ _LAYER = {
 }
 
 
+_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# Names by architecture, beyond or instead of those of Llama.
+_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": _NORMS,
+    "qwen3moe": {
+        **_NORMS,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+
+
+def _unfused(parameters: Mapping[str, NDArray[np.floating[Any]]]) -> dict[str, NDArray[np.floating[Any]]]:
+    """HuggingFace's parameters, with the experts' gate and up [experts, 2 * out, in] as the two that files have."""
+    found = dict(parameters)
+    for name in parameters:
+        if name.endswith(".experts.gate_up_proj"):
+            fused = found.pop(name)
+            stem, half = name.removesuffix("gate_up_proj"), fused.shape[1] // 2
+            found[f"{stem}gate_proj"], found[f"{stem}up_proj"] = fused[:, :half], fused[:, half:]
+    return found
+
+
 def _half(blocks: NDArray[np.uint8], at: int) -> F32Array:
     """The half at byte ``at`` of each block, as float32 [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
@@ -242,12 +277,17 @@ def _q8_0(blocks: NDArray[np.uint8]) -> F32Array:
     return _half(blocks, 0) * np.ascontiguousarray(blocks[:, 2:34]).view(np.int8).astype(np.float32)
 
 
+def _bf16(blocks: NDArray[np.uint8]) -> F32Array:
+    return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
 FORMATS: Mapping[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, lambda b: np.ascontiguousarray(b).view("<f4").astype(np.float32)),
     1: BlockFormat("F16", 1, 2, lambda b: _half(b, 0)),
     2: BlockFormat("Q4_0", 32, 18, lambda b: _half(b, 0) * (_nibbles(b, 2) - np.float32(8))),
     3: BlockFormat("Q4_1", 32, 20, lambda b: _half(b, 0) * _nibbles(b, 4) + _half(b, 2)),
     8: BlockFormat("Q8_0", 32, 34, _q8_0),
+    30: BlockFormat("BF16", 1, 2, _bf16),
 }
 
 

@@ -3,6 +3,11 @@
 Nothing here comes from the engine (design section 9). The model is loaded with ``dtype=`` and never cast afterwards,
 with eager attention, dequantised at load, on the CPU, offline. ``float32`` is HuggingFace as people run it and gives
 the yardstick; ``float64`` is the reference, run with its float32 islands lifted (``verification.oracles.float64``).
+
+LongRoPE models compute all positions of a call with frequencies chosen by its longest position, and ``generate``
+starts anew when a sequence outgrows the original maximum. So "the logits after n tokens" are those of a call of n
+tokens, and a run here is put together accordingly: rows up to the original maximum from a call that ends there, later
+ones from the whole; K and V are those of the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +30,7 @@ import transformers
 from numpy.typing import NDArray
 
 from verification.oracles.float64 import Float64Islands, rebuild_rotary
+from verification.oracles.gguf_decode import read_header
 from verification.oracles.pre_tokenizer import mend_pre_tokenizer
 
 DType = Literal["float32", "float64"]
@@ -269,12 +275,39 @@ class HFOracle:
             if mode is not None and mode.lifted == 0:
                 raise OracleError("the float64 run lifted no float32 request: transformers changed, check the oracle")
 
+    @functools.cached_property
+    def rope_switch(self) -> int | None:
+        """Length up to which LongRoPE's short frequencies hold; None for models with one set of frequencies."""
+        rope = self._model.config.rope_parameters
+        return int(rope["original_max_position_embeddings"]) if rope["rope_type"] == "longrope" else None
+
     def _run(self, keys: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Forward]:
+        switch = self.rope_switch
+        if switch is None:
+            return self._call(keys, starts)
+        long = [i for i, key in enumerate(keys) if len(key) > switch]
+        short = [i for i, key in enumerate(keys) if len(key) <= switch or starts[i] < switch]
+        runs: dict[int, Forward] = {}
+        if long:
+            begins = [max(starts[i], switch) for i in long]
+            runs = dict(zip(long, self._call([keys[i] for i in long], begins), strict=True))
+        if short:
+            parts = self._call([keys[i][:switch] for i in short], [starts[i] for i in short])
+            for i, part in zip(short, parts, strict=True):
+                whole = runs.get(i)
+                joined = part if whole is None else replace(whole, start=part.start, logits=_join(part, whole))
+                runs[i] = joined
+        return [runs[i] for i in range(len(keys))]
+
+    def _call(self, keys: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Forward]:
+        """One call of the model, over sequences on one side of ``rope_switch``."""
         width = max(map(len, keys))
         first = min(starts)
         padded = torch.tensor([list(key) + [0] * (width - len(key)) for key in keys])
         with self._running():
-            out = self._model(input_ids=padded, use_cache=True, logits_to_keep=width - first)
+            # A cache without configuration: one with it forgets what a sliding window has left behind.
+            cache = transformers.DynamicCache()
+            out = self._model(input_ids=padded, cache=cache, use_cache=True, logits_to_keep=width - first)
         layers = _cache_of(out).layers
         runs = []
         for row, (key, start) in enumerate(zip(keys, starts, strict=True)):
@@ -290,7 +323,9 @@ class HFOracle:
 
     def _cached(self, key: tuple[int, ...], start: int) -> Forward | None:
         for known, run in self._cache.items():
-            if run.start <= start and known[: len(key)] == key:
+            switch = self.rope_switch
+            same_side = switch is None or (len(known) > switch) == (len(key) > switch)
+            if run.start <= start and known[: len(key)] == key and same_side:
                 self._cache.move_to_end(known)
                 n = len(key)
                 return Forward(key, start, run.logits[start - run.start : n - run.start], run.k[:, :n], run.v[:, :n])
@@ -328,11 +363,14 @@ class _Source:
         with self._loading():
             if self._config is None:
                 self._config = transformers.AutoConfig.from_pretrained(self._where, **self._arguments)
+                if arguments:
+                    _check_gguf(self._path, self._config)
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 self._where,
                 config=copy.deepcopy(self._config),
                 dtype=dtype,
                 attn_implementation=attention,
+                experts_implementation="eager",  # the modelling code's own loop, instead of grouped products
                 local_files_only=True,
                 **arguments,
             )
@@ -368,6 +406,27 @@ class _Source:
             yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
+
+
+def _check_gguf(path: Path, config: Any) -> None:
+    """Refuse a file whose RoPE scaling or window transformers (5.24) does not read: it would judge another model."""
+    header = read_header(path)
+    prefix = header.metadata.get("general.architecture")
+    scaling = header.metadata.get(f"{prefix}.rope.scaling.type", "none")
+    tables = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
+    used = config.rope_parameters["rope_type"]
+    if used == "default" and (scaling != "none" or tables):
+        raise OracleError(f"RoPE scaling {scaling!r} with tables {tables} would be ignored; use the original directory")
+    window = int(header.metadata.get(f"{prefix}.attention.sliding_window") or 0) or None
+    assumed = getattr(config, "sliding_window", None)
+    if window != assumed and min(window or assumed or 0, assumed or window or 0) < config.max_position_embeddings:
+        raise OracleError(f"the file's sliding window is {window}, {assumed} would be used; use the original directory")
+
+
+def _join(short: Forward, whole: Forward) -> Array:
+    """Logits of the rows of both, one after the other."""
+    joined: Array = np.concatenate([short.logits, whole.logits])
+    return joined
 
 
 @contextlib.contextmanager

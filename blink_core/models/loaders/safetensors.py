@@ -88,13 +88,14 @@ class SafetensorsSource:
         """Widen ``name`` to float32 a block of rows at a time."""
         extent = self._extents[name]
         dtype = np.dtype(STORED_DTYPES[extent.dtype])
-        columns = math.prod(extent.shape[1:])
+        row = extent.shape[-1:] if len(extent.shape) > 1 else ()
+        rows, columns = math.prod(extent.shape[: len(extent.shape) - len(row)]), math.prod(row)
         step = max(1, CHUNK_ELEMENTS // max(1, columns))
-        for start in range(0, extent.shape[0], step):
-            stop = min(extent.shape[0], start + step)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
             offset = extent.offset + start * columns * dtype.itemsize
             raw = np.frombuffer(extent.data, dtype.newbyteorder("<"), (stop - start) * columns, offset)
-            yield slice(start, stop), _to_float32(raw, extent.dtype).reshape(stop - start, *extent.shape[1:])
+            yield slice(start, stop), _to_float32(raw, extent.dtype).reshape(stop - start, *row)
 
 
 def _to_float32(raw: npt.NDArray[Any], dtype: str) -> F32:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from blink_core.models import BatchInvarianceError
 from blink_core.ops import gemm
-from blink_core.ops.numpy_ops import NumpyOps, RotaryTable, inverse_frequencies
+from blink_core.ops.numpy_ops import NumpyOps
+from blink_core.ops.rope import (
+    RotaryTable,
+    factored_frequencies,
+    inverse_frequencies,
+    llama3_frequencies,
+    yarn_frequencies,
+)
 
 OPS = NumpyOps()
 
@@ -74,7 +81,7 @@ def test_inverse_frequencies_match_torch(theta: float, dim: int) -> None:
 
 def test_rotary_table_and_rotation() -> None:
     """Catches: interleaved instead of halved pairs, a wrong sign, a table that is wrong where it was extended."""
-    table = RotaryTable(1e4, 8)
+    table = RotaryTable(inverse_frequencies(1e4, 8))
     positions = np.array([3, 0, 1023, 1024, 2500], np.int32)
     table(positions[:2])  # the first chunk, so that the next call extends the table
     cos, sin = table(positions)
@@ -151,3 +158,80 @@ def test_weight_layout_is_checked() -> None:
     """Catches: a strided weight, which would be copied at every product."""
     with pytest.raises(ValueError, match="C-contiguous"):
         OPS.prepare_linear(random(4, 6).T)
+
+
+def test_rotation_of_a_part() -> None:
+    """Catches: pairs made over the whole head where only its first elements turn, or a rest that is left unwritten."""
+    table = RotaryTable(inverse_frequencies(1e4, 6))
+    x = random(3, 2, 10)
+    cos, sin = table(np.array([0, 5, 9], np.int32))
+    got = OPS.rotary(x, cos, sin)
+    np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(got[..., :6], OPS.rotary(np.ascontiguousarray(x[..., :6]), cos, sin))
+
+
+def test_scaled_rotary_table() -> None:
+    """Catches: the factor of YaRN and LongRoPE left out, or applied to the angle."""
+    frequencies, positions = inverse_frequencies(1e4, 8), np.array([3, 1030], np.int32)
+    plain, scaled = RotaryTable(frequencies)(positions), RotaryTable(frequencies, 1.25)(positions)
+    for a, b in zip(plain, scaled, strict=True):
+        np.testing.assert_array_equal(a * np.float32(1.25), b)
+
+
+def _huggingface_frequencies(kind: str, dim: int, **rope: Any) -> npt.NDArray[np.float32]:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": kind, "rope_theta": 5e5, "original_max_position_embeddings": 1024, **rope},
+    )
+    found: npt.NDArray[np.float32] = ROPE_INIT_FUNCTIONS[kind](config, None)[0].numpy()
+    return found
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_scaled_frequencies_match_huggingface(dim: int) -> None:
+    """Catches: another rounding, a band edge on the wrong side, or a ramp over elements instead of pairs."""
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    factors = np.linspace(1, 40, dim // 2).astype(np.float32)
+    tables = {"short_factor": factors.tolist(), "long_factor": (2 * factors).tolist(), "factor": 4.0}
+    for ours, theirs in (
+        (llama3_frequencies(inverse_frequencies(5e5, dim), 8.0, 1.0, 4.0, 1024), ("llama3", llama3)),
+        (yarn_frequencies(5e5, dim, 4.0, 1024, 32.0, 1.0), ("yarn", yarn)),
+        (yarn_frequencies(5e5, dim, 4.0, 1024, 32.0, 1.0, truncate=False), ("yarn", {**yarn, "truncate": False})),
+        (factored_frequencies(5e5, dim, factors), ("longrope", tables)),
+    ):
+        want = _huggingface_frequencies(theirs[0], dim, **theirs[1])
+        assert ours.dtype == np.float32
+        assert np.count_nonzero(ours != want) <= max(2, dim // 16), theirs[0]
+        np.testing.assert_allclose(ours, want, rtol=4e-7)
+
+
+def test_routing() -> None:
+    """Catches: top-k before the softmax, weights normalised unasked, ties broken by chance, probabilities over few."""
+    logits = random(7, 9) * 3
+    logits[2] = 1.0
+    exact = np.exp(logits.astype(np.float64))
+    exact /= exact.sum(1, keepdims=True)
+    for normalize in (False, True):
+        index, weight = OPS.route(logits, 3, normalize=normalize)
+        assert index[2].tolist() == [0, 1, 2]
+        for row in range(7):
+            chosen = sorted(range(9), key=lambda i: (-logits[row, i], i))[:3]
+            assert index[row].tolist() == chosen
+            want = exact[row, chosen] / (exact[row, chosen].sum() if normalize else 1)
+            np.testing.assert_allclose(weight[row], want, rtol=1e-6)
+
+
+def test_bias() -> None:
+    """Catches: a bias added to some rows only: each way of multiplying has its own path."""
+    kn, bias = random(12, 20), random(20, seed=2)
+    for ops in (NumpyOps(), NumpyOps(batch_invariant=True)):
+        weight = ops.prepare_linear(kn, bias)
+        for rows in (1, 2, 3, 4, 9, 17):
+            x = random(rows, 12, seed=rows)
+            np.testing.assert_allclose(ops.linear(x, weight), x.astype(np.float64) @ kn + bias, rtol=1e-4, atol=1e-5)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.gguf_models import write_gguf_model
+from tests.tiny_models import tiny_model, tiny_oracles
 from verification.oracles.gguf_decode import (
     GGUFDecodeError,
     check_weights,
@@ -24,6 +26,7 @@ TYPES = {
     "Q4_0": gguf.GGMLQuantizationType.Q4_0,
     "Q4_1": gguf.GGMLQuantizationType.Q4_1,
     "Q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "BF16": gguf.GGMLQuantizationType.BF16,
     "F16": gguf.GGMLQuantizationType.F16,
     "F32": gguf.GGMLQuantizationType.F32,
 }
@@ -68,7 +71,7 @@ def test_agrees_with_the_gguf_package_bit_for_bit(tmp_path: Path, kind: str) -> 
         assert got.dtype == np.float32
         assert got.shape == shape
         assert np.array_equal(got, want[name])
-        if kind not in ("F16", "F32"):
+        if kind not in ("F16", "BF16", "F32"):
             assert np.unique(got).size > 16
 
 
@@ -213,3 +216,22 @@ def test_equal_weights_pass_and_every_difference_is_named(tmp_path: Path) -> Non
         witness: Any = result.witness
         assert (result.verdict, witness["count"]) == (Verdict.INVALID, 1)
         assert witness["tensors"][0] | named == witness["tensors"][0]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-bias", "mistral-window", "qwen2", "qwen3", "phi4-longrope", "qwen3-moe-mixed", "llama-rope-llama3"]
+)
+def test_families(tmp_path: Path, name: str) -> None:
+    """Catches: a family whose weights are not compared, or compared in another order of rows, parts or experts."""
+    path = tmp_path / "m.gguf"
+    write_gguf_model(tiny_model(name).path, path)
+    oracle = tiny_oracles(name)[1]
+    result = check_weights(path, oracle)
+    assert result.ok(), result
+    assert result.measurements["weights"].value == sum(a.size for a in oracle.parameters().values())
+    parameters = dict(oracle.parameters())
+    for part in ("k_proj.bias", "qkv_proj", "q_norm", "experts.gate_up_proj", "mlp.gate.weight", "k_proj.weight"):
+        for changed in [n for n in parameters if part in n][:1]:
+            nudged = {**parameters, changed: parameters[changed].copy()}
+            nudged[changed][..., -1] += 1
+            assert check_weights(path, _Loaded(nudged)).verdict is Verdict.INVALID

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gguf_models import write_gguf_model
+from tests.tiny_models import tiny_model
 from verification.oracles.float64 import Float64Islands
 from verification.oracles.gguf_decode import check_weights
 from verification.oracles.hf import HFOracle, OracleError
@@ -152,6 +154,23 @@ def test_what_it_cannot_do_is_refused_with_value_and_limit(tiny3: Rig, tmp_path:
     truncated.write_bytes(b"GGUF\x03\x00\x00\x00\x01")
     with pytest.raises(OracleError, match=r"cut\.gguf"):
         HFOracle.load(truncated, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama-rope-llama3", "RoPE scaling 'none' with tables .*rope_freqs"),
+        ("phi3-longrope", "RoPE scaling 'longrope'"),
+        ("phi3", "sliding window is 24, None would be used"),
+    ],
+)
+def test_gguf_files_that_transformers_reads_as_another_model_are_refused(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    """Catches: an engine blamed for a reference that ignores the file's RoPE scaling or window."""
+    write_gguf_model(tiny_model(name).path, tmp_path / "m.gguf")
+    with pytest.raises(OracleError, match=message):
+        HFOracle.load(tmp_path / "m.gguf", dtype="float32")
 
 
 def test_smollm2_loads_and_its_weights_are_the_file_s(smollm2: Path) -> None:

@@ -7,13 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.tiny_models import tiny_model, tiny_oracles
 from verification.models import tiny
-from verification.models.sensitivity import FAULTS, Sensitivity, with_wrong_heads
-from verification.models.tiny import NotSensitiveError, build_tiny, tiny_config
+from verification.models.sensitivity import (
+    CACHED,
+    FAULTS,
+    Sensitivity,
+    draw_rows,
+    faults_of,
+    with_wrong_experts,
+    with_wrong_heads,
+    with_wrong_rope,
+    without_window,
+)
+from verification.models.tiny import NotSensitiveError, build_tiny, tiny_config, tiny_names
 from verification.models.tiny_tokenizer import train_tokenizer
+from verification.models.variants import variant
 from verification.thresholds import Thresholds, TinyModelThresholds
 
 Rig = Any  # conftest.Rig; conftest modules cannot be imported
@@ -100,7 +113,7 @@ def test_a_model_that_is_not_sensitive_is_refused(
     """Catches: assertions at build that cannot fail; the usual initialisation of 0.02 must not get through."""
     monkeypatch.setattr(tiny, "_moments", lambda name, shape, config: (1.0, 0.0) if "norm" in name else (0.0, 0.02))
     few = limits.tiny_models.model_copy(update={"max_seeds": 2})
-    with pytest.raises(NotSensitiveError, match=r"3:1 \(untied\) in seeds 5 to 6 .*(margin|changed a greedy token)"):
+    with pytest.raises(NotSensitiveError, match=r"gqa3 \(untied\) in seeds 5 to 6 .*(margin|changed a greedy token)"):
         build_tiny(tmp_path / "flat", seed=5, thresholds=few)
     assert not (tmp_path / "flat").exists()
 
@@ -126,3 +139,45 @@ def test_tokenizer_round_trips_any_text() -> None:
     assert tokenizer.encode("<|im_start|>a<|im_end|>").ids[::2] == [1, 2]
     with pytest.raises(ValueError, match="not 100000"):
         train_tokenizer(100_000)
+
+
+@pytest.mark.parametrize("name", tiny_names())
+def test_every_family_notices_the_faults_that_it_can_have(name: str, limits: Thresholds) -> None:
+    """Catches: a window, RoPE scaling or router that no token hangs on, and a probe of it that is left out."""
+    shown, config = tiny_model(name).sensitivity, tiny_oracles(name)[1].config
+    own = {"window": "ignored-window", "rope": "wrong-rope", "yarn": "wrong-rope", "moe": "wrong-expert"}
+    extra = [fault for part, fault in own.items() if part in name] + ["ignored-window"] * (name == "phi3")
+    faults = faults_of(config)
+    assert faults == (*FAULTS, *extra)
+    assert dict(shown.killed) == dict.fromkeys(faults, shown.probes)
+    assert shown.margin_ratio > limits.tiny_models.margin_factor
+    with pytest.raises(ValueError, match="'gpt2': known are llama-gqa3, "):
+        variant("gpt2")
+
+
+def test_planted_model_faults_are_what_they_say() -> None:
+    """Catches: a fault that scrambles the model, or one that leaves it as it is."""
+    ids = torch.tensor([list(range(3, 63))])
+    with torch.inference_mode():
+        window = tiny_oracles("mistral-window")[1].model
+        free, limited = without_window(window)(ids).logits, window(ids).logits
+        assert torch.equal(free[:, :24], limited[:, :24])
+        assert not torch.allclose(free[:, 24:], limited[:, 24:], atol=0.1)
+        assert window.config.sliding_window == 24
+        rope = tiny_oracles("llama-rope-linear")[1].model
+        wrong = with_wrong_rope(rope)
+        inverse = [m.model.rotary_emb.inv_freq for m in (wrong, rope)]
+        assert torch.allclose(inverse[0], 2 * inverse[1])
+        experts = tiny_oracles("qwen3-moe")[1].model
+        gates = [m.model.layers[0].mlp.gate.weight for m in (with_wrong_experts(experts), experts)]
+        assert torch.equal(gates[0][1:], gates[1][:-1])
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "phi3", "qwen2-window", "llama-gqa3"])
+def test_struck_rows_are_seen(name: str) -> None:
+    """Catches: a fault planted in a row that no layer reads any more, which no model can notice."""
+    config = tiny_oracles(name)[1].config
+    rows = torch.stack([draw_rows(np.random.default_rng(seed), config) for seed in range(50)])
+    least = CACHED + 1 - 24 if name in ("mistral-window", "phi3") else 0
+    assert least <= int(rows.min()) <= least + 3
+    assert int(rows.max()) == CACHED - 1
