@@ -173,3 +173,11 @@ class ModelConfig:
     def rope_theta(self) -> float:
         """Base of the rotary frequencies."""
         return self.rope.theta
+
+    def keys_are_final(self, max_len: int) -> bool:
+        """Whether, in sequences of up to ``max_len`` tokens, a token's keys depend on nothing that comes after it.
+
+        Not with LongRoPE beyond its original maximum: a sequence that outgrows it has all its keys computed anew, so
+        its pages cannot be shared with a shorter one.
+        """
+        return self.rope.kind != "longrope" or max_len <= (self.rope.original_max or 0)

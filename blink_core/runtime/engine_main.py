@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,9 @@ def serve_model(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
     model = load_model(args.model, batch_invariant=args.batch_invariant)
     m = model.config
     config = engine_config(args, m.vocab_size, m.eos_token_ids, m.max_position_embeddings)
+    if config.prefix_cache and not m.keys_are_final(config.max_len):
+        log.info("prefix cache off: sequences beyond %s tokens have their keys computed anew", m.rope.original_max)
+        config = replace(config, prefix_cache=0)
     shape = (2, m.num_layers, config.pages, config.page_size, m.num_kv_heads, m.head_dim)
     kv = OwnedMemory("kv", 4 * int(np.prod(shape)))
     pool = kv.array(np.float32, shape)
