@@ -215,7 +215,7 @@ MASK_BOX = Struct(
     64,
     "One grammar-mask mailbox, written by the front end after its bits.",
     (
-        Field("ready", "u64", "generation << 32 | output index + 1 that the bits are for"),
+        Field("ready", "u64", "generation << 40 | slot << 28 | output index + 1 that the bits are for"),
         Field("checksum", "u64", "of the bits' 32-bit words"),
     ),
 )
@@ -321,7 +321,7 @@ RING_STATE = Struct(
         Field("lease", "u64", "last lease word seen"),
         Field("lease_at", "u64", "clock when it changed"),
         Field("retry_at", "u64", "clock of the first look at the entry at sq_next that found it torn"),
-        Field("deficit", "i64", "tokens this ring may still admit"),
+        Field("deficit", "i64", "tokens this ring may still admit in each class", PRIORITIES),
         Field("wait_head", "i32", "oldest waiting request of each class or -1", PRIORITIES),
         Field("wait_tail", "i32", "youngest waiting request of each class or -1", PRIORITIES),
         Field("waiting", "u32"),
@@ -372,7 +372,7 @@ STATE_HEADER = Struct(
         Field("quarantined", "u32", "length of quarantine"),
         Field("running", "u32", "length of running"),
         Field("free_rows", "u32", "length of row_stack"),
-        Field("next_ring", "u32", "ring whose head is tried first"),
+        Field("committed_pages", "u32", "pages that running requests may need at most"),
         Field("state", "u32", "EngineState"),
         Field("live", "u32", "requests accepted and not terminal, all rings"),
         Field("clock", "u64", "microseconds, as given to the last call"),
@@ -387,7 +387,7 @@ STATE_HEADER = Struct(
         Field("lru_head", "i32", "least recently used cached page without refs or -1"),
         Field("lru_tail", "i32", "most recently used one or -1"),
         Field("idle_cached", "u32", "cached pages without refs"),
-        Field("committed_pages", "u32", "pages that running requests may need at most"),
+        Field("next_ring", "u32", "ring whose turn it is in each class", PRIORITIES),
     ),
 )
 

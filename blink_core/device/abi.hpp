@@ -247,7 +247,7 @@ static_assert(__builtin_offsetof(BiasPair, bias) == 4);
 
 // One grammar-mask mailbox, written by the front end after its bits.
 struct alignas(8) MaskBox {
-  uint64_t ready;  // generation << 32 | output index + 1 that the bits are for
+  uint64_t ready;  // generation << 40 | slot << 28 | output index + 1 that the bits are for
   uint64_t checksum;  // of the bits' 32-bit words
   uint8_t reserved_[48];
 };
@@ -407,7 +407,7 @@ struct alignas(8) RingState {
   uint64_t lease;  // last lease word seen
   uint64_t lease_at;  // clock when it changed
   uint64_t retry_at;  // clock of the first look at the entry at sq_next that found it torn
-  int64_t deficit;  // tokens this ring may still admit
+  int64_t deficit[4];  // tokens this ring may still admit in each class
   int32_t wait_head[4];  // oldest waiting request of each class or -1
   int32_t wait_tail[4];  // youngest waiting request of each class or -1
   uint32_t waiting;
@@ -420,7 +420,7 @@ struct alignas(8) RingState {
   uint32_t bad_masks;  // mailboxes whose checksum did not hold, read again
   uint32_t planned;  // event credits used by the plan being made or in flight
   uint32_t lapsed;  // 1 while the lease has lapsed
-  uint8_t reserved_[112];
+  uint8_t reserved_[88];
 };
 static_assert(sizeof(RingState) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -433,18 +433,18 @@ static_assert(__builtin_offsetof(RingState, lease) == 40);
 static_assert(__builtin_offsetof(RingState, lease_at) == 48);
 static_assert(__builtin_offsetof(RingState, retry_at) == 56);
 static_assert(__builtin_offsetof(RingState, deficit) == 64);
-static_assert(__builtin_offsetof(RingState, wait_head) == 72);
-static_assert(__builtin_offsetof(RingState, wait_tail) == 88);
-static_assert(__builtin_offsetof(RingState, waiting) == 104);
-static_assert(__builtin_offsetof(RingState, live) == 108);
-static_assert(__builtin_offsetof(RingState, retries) == 112);
-static_assert(__builtin_offsetof(RingState, torn) == 116);
-static_assert(__builtin_offsetof(RingState, duplicates) == 120);
-static_assert(__builtin_offsetof(RingState, stale_cancels) == 124);
-static_assert(__builtin_offsetof(RingState, bad_heads) == 128);
-static_assert(__builtin_offsetof(RingState, bad_masks) == 132);
-static_assert(__builtin_offsetof(RingState, planned) == 136);
-static_assert(__builtin_offsetof(RingState, lapsed) == 140);
+static_assert(__builtin_offsetof(RingState, wait_head) == 96);
+static_assert(__builtin_offsetof(RingState, wait_tail) == 112);
+static_assert(__builtin_offsetof(RingState, waiting) == 128);
+static_assert(__builtin_offsetof(RingState, live) == 132);
+static_assert(__builtin_offsetof(RingState, retries) == 136);
+static_assert(__builtin_offsetof(RingState, torn) == 140);
+static_assert(__builtin_offsetof(RingState, duplicates) == 144);
+static_assert(__builtin_offsetof(RingState, stale_cancels) == 148);
+static_assert(__builtin_offsetof(RingState, bad_heads) == 152);
+static_assert(__builtin_offsetof(RingState, bad_masks) == 156);
+static_assert(__builtin_offsetof(RingState, planned) == 160);
+static_assert(__builtin_offsetof(RingState, lapsed) == 164);
 #endif
 
 // Metadata of one KV page.
@@ -489,7 +489,7 @@ struct alignas(8) StateHeader {
   uint32_t quarantined;  // length of quarantine
   uint32_t running;  // length of running
   uint32_t free_rows;  // length of row_stack
-  uint32_t next_ring;  // ring whose head is tried first
+  uint32_t committed_pages;  // pages that running requests may need at most
   uint32_t state;  // EngineState
   uint32_t live;  // requests accepted and not terminal, all rings
   uint64_t clock;  // microseconds, as given to the last call
@@ -504,8 +504,8 @@ struct alignas(8) StateHeader {
   int32_t lru_head;  // least recently used cached page without refs or -1
   int32_t lru_tail;  // most recently used one or -1
   uint32_t idle_cached;  // cached pages without refs
-  uint32_t committed_pages;  // pages that running requests may need at most
-  uint8_t reserved_[84];
+  uint32_t next_ring[4];  // ring whose turn it is in each class
+  uint8_t reserved_[72];
 };
 static_assert(sizeof(StateHeader) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -521,7 +521,7 @@ static_assert(__builtin_offsetof(StateHeader, free_pages) == 60);
 static_assert(__builtin_offsetof(StateHeader, quarantined) == 64);
 static_assert(__builtin_offsetof(StateHeader, running) == 68);
 static_assert(__builtin_offsetof(StateHeader, free_rows) == 72);
-static_assert(__builtin_offsetof(StateHeader, next_ring) == 76);
+static_assert(__builtin_offsetof(StateHeader, committed_pages) == 76);
 static_assert(__builtin_offsetof(StateHeader, state) == 80);
 static_assert(__builtin_offsetof(StateHeader, live) == 84);
 static_assert(__builtin_offsetof(StateHeader, clock) == 88);
@@ -536,7 +536,7 @@ static_assert(__builtin_offsetof(StateHeader, reserved_for) == 152);
 static_assert(__builtin_offsetof(StateHeader, lru_head) == 156);
 static_assert(__builtin_offsetof(StateHeader, lru_tail) == 160);
 static_assert(__builtin_offsetof(StateHeader, idle_cached) == 164);
-static_assert(__builtin_offsetof(StateHeader, committed_pages) == 168);
+static_assert(__builtin_offsetof(StateHeader, next_ring) == 168);
 #endif
 
 // One event-log entry.

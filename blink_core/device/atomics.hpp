@@ -7,6 +7,12 @@
 
 namespace blink {
 
+#if defined(BLINK_MUTANT_RELAXED_PUBLISH)
+inline constexpr auto PUBLISH = cuda::std::memory_order_relaxed;  // planted for a test: ThreadSanitizer must notice
+#else
+inline constexpr auto PUBLISH = cuda::std::memory_order_release;
+#endif
+
 BLINK_FN uint64_t load_acquire(const uint64_t* word) {
   cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*const_cast<uint64_t*>(word));
   return ref.load(cuda::std::memory_order_acquire);
@@ -14,7 +20,7 @@ BLINK_FN uint64_t load_acquire(const uint64_t* word) {
 
 BLINK_FN void store_release(uint64_t* word, uint64_t value) {
   cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*word);
-  ref.store(value, cuda::std::memory_order_release);
+  ref.store(value, PUBLISH);
 }
 
 }  // namespace blink

@@ -19,8 +19,10 @@ BLINK_FN void commit_token(const Context& c, uint32_t request, int32_t token, fl
   const Config& k = *c.config;
   const uint32_t ring = c.ring_of(request), slot = c.slot_of(request);
   c.tokens_of(request)[q.total++] = token;
-  const uint64_t top = uint64_t(place) * k.max_logprobs;
-  emit_logprobs(c, ring, slot, q.generation, s.logprobs, c.top_tokens + top, c.top_logprobs + top);
+  if (s.logprobs > 0) {
+    const uint64_t top = uint64_t(place) * k.max_logprobs;
+    emit_logprobs(c, ring, slot, q.generation, s.logprobs, c.top_tokens + top, c.top_logprobs + top);
+  }
   emit(c, ring, slot, q.generation, EventKind::TOKEN, 0, q.emitted, token, logprob);
   log_event(c, LogLevel::ALL, LogKind::TOKEN, ring, slot, q.generation, q.emitted, uint32_t(token), 0);
   if (BLINK_MUTANT(TOKEN_TWICE) && c.head->tokens % 13 == 12 && q.emitted + 1 < q.max_tokens) {
@@ -60,10 +62,8 @@ BLINK_FN void commit_row(const Context& c, uint32_t place, bool failed) {
   q.computed = row.context_len;
   if (row.sample == 0) return;
   const StepResult& result = c.results[place];
-  uint32_t bits;
-  __builtin_memcpy(&bits, &result.logprob, sizeof bits);
   log_event(c, LogLevel::ALL, LogKind::RESULT, row.ring, row.slot, row.generation, uint32_t(result.token),
-            result.status, bits);
+            result.status, bits_of(result.logprob));
   if (result.status != uint32_t(StepStatus::OK) || result.token < 0 || uint32_t(result.token) >= c.config->vocab) {
     terminate(c, row.request, EventKind::ERROR, uint32_t(error_of(StepStatus(result.status))));
     return;

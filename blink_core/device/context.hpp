@@ -61,8 +61,9 @@ struct Context {
             reinterpret_cast<uint32_t*>(base + ring_layout.mask_bits)};
   }
   BLINK_FN uint32_t request_index(uint32_t ring, uint32_t slot) const { return ring * config->slots + slot; }
-  BLINK_FN uint32_t ring_of(uint32_t request) const { return request / config->slots; }
-  BLINK_FN uint32_t slot_of(uint32_t request) const { return request % config->slots; }
+  // A division a call counts where every row of a step makes some: one ring needs none.
+  BLINK_FN uint32_t ring_of(uint32_t request) const { return config->rings == 1 ? 0 : request / config->slots; }
+  BLINK_FN uint32_t slot_of(uint32_t request) const { return request - ring_of(request) * config->slots; }
   BLINK_FN int32_t* tokens_of(uint32_t request) const { return tokens + uint64_t(request) * config->max_len; }
   BLINK_FN BiasPair* bias_of(uint32_t request) const { return bias + uint64_t(request) * config->max_bias; }
   BLINK_FN uint32_t* mask_of(uint32_t row) const { return masks + uint64_t(row) * config->mask_words; }
@@ -129,16 +130,20 @@ BLINK_FN void append_log(const Context& c, LogKind kind, uint32_t ring, uint32_t
   ++c.head->log_tail;
 }
 
-// Appends to the event log; the index never waits, so a reader that falls behind sees a counted gap. At level ALL the
-// clock is an input like any other: each entry follows the reading under which it was made.
-BLINK_FN void log_event(const Context& c, LogLevel level, LogKind kind, uint32_t ring, uint32_t slot,
-                        uint32_t generation, uint32_t a, uint32_t b, uint32_t d) {
-  if (c.config->log_level < uint32_t(level)) return;
+// At level ALL the clock is an input like any other: each entry follows the reading under which it was made.
+BLINK_FN void append_at_clock(const Context& c, LogKind kind, uint32_t ring, uint32_t slot, uint32_t generation,
+                              uint32_t a, uint32_t b, uint32_t d) {
   if (c.config->log_level >= uint32_t(LogLevel::ALL) && c.head->logged_clock != c.head->clock) {
     c.head->logged_clock = c.head->clock;
     append_log(c, LogKind::CLOCK, 0, 0, 0, uint32_t(c.head->clock), uint32_t(c.head->clock >> 32), 0);
   }
   append_log(c, kind, ring, slot, generation, a, b, d);
+}
+
+// Appends to the event log; the index never waits, so a reader that falls behind sees a counted gap.
+BLINK_FN void log_event(const Context& c, LogLevel level, LogKind kind, uint32_t ring, uint32_t slot,
+                        uint32_t generation, uint32_t a, uint32_t b, uint32_t d) {
+  if (c.config->log_level >= uint32_t(level)) append_at_clock(c, kind, ring, slot, generation, a, b, d);
 }
 
 // Rank 0: the time of this call in microseconds. A clock that goes back is held still.

@@ -28,9 +28,13 @@ BLINK_FN void watch_lease(const Context& c, uint32_t ring) {
   store_release(&gpu->lapses, gpu->lapses + 1);
 }
 
-// The scheduler itself has stood still: no front end is to blame for that time.
-BLINK_FN void excuse_leases(const Context& c) {
-  for (uint32_t ring = 0; ring < c.config->rings; ++ring) c.rings[ring].lease_at = c.head->clock;
+// The scheduler itself has stood still for `us`: no front end is to blame for that time. Nor is it for more, or whoever
+// holds the engine often enough would keep the dead alive.
+BLINK_FN void excuse_leases(const Context& c, uint64_t us) {
+  for (uint32_t ring = 0; ring < c.config->rings; ++ring) {
+    uint64_t& at = c.rings[ring].lease_at;
+    at = c.head->clock - at > us ? at + us : c.head->clock;
+  }
 }
 
 // Tells a new front end that its predecessor's requests are over and their pages free. While a step runs, pages of such
@@ -59,7 +63,7 @@ BLINK_FN void change_epoch(const Context& c, uint32_t ring, uint64_t epoch) {
   rs.epoch = epoch;
   rs.sq_next = rs.cq_tail = rs.cq_published = rs.cq_head = 0;
   rs.retries = rs.lapsed = 0;
-  rs.deficit = 0;
+  for (uint32_t p = 0; p < PRIORITIES; ++p) rs.deficit[p] = 0;
   rs.lease = load_acquire(&c.ring(ring).front_end->lease);
   rs.lease_at = c.head->clock;
   store_release(&gpu->sq_head, 0);

@@ -24,7 +24,9 @@ template <class Group>
 BLINK_FN uint32_t poll_mask(const Context& c, uint32_t request, Group& g) {
   const Request& q = c.requests[request];
   const RingMemory m = c.ring(c.ring_of(request));
-  const uint64_t wanted = uint64_t(q.generation) << 32 | (q.emitted + 1);
+  // Slot and generation: another slot's last request may have used the mailbox with this one's generation.
+  const uint64_t wanted = uint64_t(q.generation) << SQ_GENERATION_SHIFT |
+                          uint64_t(c.slot_of(request)) << SQ_SLOT_SHIFT | (q.emitted + 1);
   const MaskBox& box = m.mask_boxes[q.mask_box];
   const bool ready = g.broadcast(g.rank() == 0 ? load_acquire(&box.ready) : 0) == wanted;
   if (!ready) return 0;

@@ -2,6 +2,8 @@
 // Runs while a step runs as well as between steps. Nothing a front end wrote is trusted (design section 3).
 #pragma once
 
+#include <cuda/std/bit>
+
 #include "checksum.hpp"
 #include "group.hpp"
 #include "lease.hpp"
@@ -17,12 +19,8 @@ struct Judgement {
 
 BLINK_FN bool finite(float x) { return x - x == 0.0f; }
 
-BLINK_FN float float_of(uint32_t bits) {
-  float value;
-  static_assert(sizeof value == sizeof bits);
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
+BLINK_FN float float_of(uint32_t bits) { return cuda::std::bit_cast<float>(bits); }
+BLINK_FN uint32_t bits_of(float value) { return cuda::std::bit_cast<uint32_t>(value); }
 
 // Sequence number of the submission entry at `index`; never 0.
 BLINK_FN uint32_t sq_seq(uint64_t index) { return uint32_t(index % ((1u << SEQ_BITS) - 1)) + 1; }
@@ -319,7 +317,10 @@ BLINK_FN void beat(const Context& c) {
 template <class Group>
 BLINK_FN uint32_t poll_rings(const Context& c, Group& g, uint64_t now) {
   uint32_t taken = 0;
-  if (g.rank() == 0) set_clock(c, now);
+  if (g.rank() == 0) {
+    set_clock(c, now);
+    expire(c);  // also while a step runs, however long it takes
+  }
   g.sync();
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) taken += poll_ring(c, ring, g);
   if (c.config->masks > 0) taken += poll_masks(c, g);

@@ -28,6 +28,7 @@ BLINK_FN void init_state(const Context& c) {
   for (uint32_t ring = 0; ring < k.rings; ++ring) {
     for (uint32_t p = 0; p < PRIORITIES; ++p) c.rings[ring].wait_head[p] = c.rings[ring].wait_tail[p] = -1;
   }
+  for (uint32_t p = 0; p < PRIORITIES; ++p) c.head->next_ring[p] = k.rings - 1;  // ring 0 has the first turn
   c.head->reserved_for = c.head->lru_head = c.head->lru_tail = -1;
   set_state(c, EngineState::READY);
 }

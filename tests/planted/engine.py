@@ -66,10 +66,30 @@ def rotary_position() -> None:
     model_step.step_batch = planted
 
 
+def family_parts() -> None:
+    """Class O: what some families have beside Llama, each wrong: a window too short by one, keys that LongRoPE does not
+    compute anew, and experts' weights normalised where they should not be, or the reverse."""
+    from blink_core.models import phi3
+    from blink_core.ops import numpy_ops
+
+    shipped_plan, shipped_route = numpy_ops.NumpyOps.plan_attention, numpy_ops.NumpyOps.route
+
+    def plan(self: Any, starts: Any, lens: Any, tables: Any, page_size: int, window: int | None = None) -> Any:
+        return shipped_plan(self, starts, lens, tables, page_size, None if window is None else window - 1)
+
+    def route(self: Any, logits: Any, top_k: int, *, normalize: bool) -> Any:
+        return shipped_route(self, logits, top_k, normalize=not normalize)
+
+    numpy_ops.NumpyOps.plan_attention = plan  # type: ignore[method-assign, assignment]
+    numpy_ops.NumpyOps.route = route  # type: ignore[method-assign]
+    phi3.Phi3._outgrown = lambda *step: iter(())  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "native-mutant": native_mutant,
     "foreign-kv-row": foreign_kv_row,
     "rotary-position": rotary_position,
+    "family-parts": family_parts,
 }
 
 

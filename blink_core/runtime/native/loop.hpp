@@ -139,6 +139,7 @@ class Scheduler {
     const uint64_t ticket = load_acquire(&context_.control->pause_request);
     if (ticket == held_) return;
     held_ = ticket;
+    const uint64_t since = clock_us();
     store_release(&context_.status->pause_ack, ticket);
     const auto deadline = Clock::now() + std::chrono::seconds(30);
     while (load_acquire(&context_.control->pause_release) < ticket && Clock::now() < deadline &&
@@ -147,8 +148,9 @@ class Scheduler {
       nanosleep(&ts, nullptr);
       beat(context_);
     }
-    set_clock(context_, clock_us());
-    excuse_leases(context_);
+    const uint64_t now = clock_us();
+    set_clock(context_, now);
+    excuse_leases(context_, now - since);
   }
 
   void run() {

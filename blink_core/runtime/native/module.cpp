@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "lockstep.hpp"
 #include "loop.hpp"
 
 namespace nb = nanobind;
@@ -59,16 +60,34 @@ uint64_t nbytes(Layout layout) {
   return layout.nbytes;
 }
 
-// Sizes of the regions as C++ computes them, to be compared with Python's.
-std::map<std::string, uint64_t> region_sizes(nb::bytes config) {
+Config read_config(nb::bytes config) {
   if (config.size() != sizeof(Config)) throw nb::value_error("config must be sizeof(Config) bytes");
   Config c;
   __builtin_memcpy(&c, config.data(), sizeof c);
+  return c;
+}
+
+// Sizes of the regions as C++ computes them, to be compared with Python's.
+std::map<std::string, uint64_t> region_sizes(nb::bytes config) {
+  const Config c = read_config(config);
   return {{"Control", nbytes(control_layout(c))},
           {"Ring", nbytes(ring_layout(c))},
           {"State", nbytes(state_layout(c))},
           {"Log", nbytes(log_layout(c))},
           {"Plan", nbytes(plan_layout(c))}};
+}
+
+// One program of lockstep.hpp on a fresh engine: int64 words in, int64 words of records out, as bytes.
+nb::bytes run_lockstep(nb::bytes config, nb::bytes program, uint32_t group_size) {
+  const Config c = read_config(config);
+  if (program.size() % sizeof(int64_t)) throw nb::value_error("program must be whole 64-bit words");
+  std::vector<int64_t> words(program.size() / sizeof(int64_t)), records;
+  __builtin_memcpy(words.data(), program.data(), program.size());
+  {
+    nb::gil_scoped_release release;
+    records = Lockstep(c, group_size).run(words.data(), words.size());
+  }
+  return nb::bytes(records.data(), records.size() * sizeof(int64_t));
 }
 
 }  // namespace
@@ -88,6 +107,7 @@ NB_MODULE(_native, m) {
   m.def("wait_word", &wait_word, nb::arg("address"), nb::arg("old"), nb::arg("timeout_us"), nb::arg("spin_us") = 50);
   m.def("checksum", &checksum, nb::arg("words"));
   m.def("region_sizes", &region_sizes, nb::arg("config"));
+  m.def("run_lockstep", &run_lockstep, nb::arg("config"), nb::arg("program"), nb::arg("group_size") = 1);
 
   nb::class_<Scheduler>(m, "Scheduler")
       .def(

@@ -32,6 +32,10 @@ def configurations(draw: Any) -> EngineConfig:
         max_rows=max_rows,
         token_budget=draw(st.integers(max_rows, 1 << 20)),
         log_entries=1 << draw(st.integers(0, 28)),
+        max_bias=draw(st.integers(0, 1 << 16)),
+        max_logprobs=draw(st.integers(0, 20)),
+        masks=draw(st.integers(0, slots)),
+        lease_us=draw(st.integers(0, 2**62)),
     )
 
 
@@ -104,8 +108,17 @@ LIMITS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pages": 2}, ["pages is 2", "from 3"]),
     ({"max_rows": 0}, ["max_rows is 0"]),
     ({"token_budget": 15}, ["token_budget is 15", "from 16"]),
-    ({"visibility_polls": 0}, ["visibility_polls is 0"]),
+    ({"visibility_us": 0}, ["visibility_us is 0"]),
+    ({"visibility_us": 2**31}, ["visibility_us is 2147483648", "from 1 to 2147483647"]),
     ({"paused_limit": 0}, ["paused_limit is 0"]),
+    ({"admission": 2}, ["admission is 2", "from 0 to 1"]),
+    ({"prefix_cache": 2}, ["prefix_cache is 2", "from 0 to 1"]),
+    ({"quantum": 0}, ["quantum is 0", "from 1"]),
+    ({"reservation_steps": 0}, ["reservation_steps is 0", "from 1"]),
+    ({"lease_us": -1}, ["lease_us is -1", "from 0"]),
+    ({"max_bias": (1 << 16) + 1}, ["max_bias is 65537", "to 65536"]),
+    ({"max_logprobs": 21}, ["max_logprobs is 21", "from 0 to 20"]),
+    ({"masks": 1025}, ["masks is 1025", "from 0 to 1024"]),
     ({"log_entries": 100}, ["log_entries is 100", "power of two"]),
     ({"log_level": 3}, ["log_level is 3", "from 0 to 2"]),
     ({"eos_ids": tuple(range(9))}, ["9 end-of-sequence ids", "at most 8"]),
@@ -128,7 +141,7 @@ def test_foreign_record_is_refused() -> None:
     good = EngineConfig(vocab=100).pack().tobytes()
     with pytest.raises(ConfigError, match="magic number 0x0 is not 0x424c494e4b303031"):
         EngineConfig.unpack(bytes(256))
-    with pytest.raises(ConfigError, match="engine speaks ABI 9, this code speaks 1"):
+    with pytest.raises(ConfigError, match="engine speaks ABI 9, this code speaks 2"):
         EngineConfig.unpack(good[:8] + b"\x09\0\0\0" + good[12:])
     with pytest.raises(ConfigError, match="255 bytes, needs 256"):
         EngineConfig.unpack(good[:255])

@@ -1,25 +1,22 @@
-"""One scheduler stepped by hand: raw memory, independent front ends, a scripted model over a tagged KV pool.
-
-The model's next token is a function of the whole context, read back through the block table from a pool in which every
-slot carries (submission, position, token). So a wrong page, position or token shows in the step that uses it.
-"""
+"""One scheduler stepped by hand: raw memory, independent front ends, a scripted model over a tagged KV pool."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from blink_core import _native
 from blink_core.abi.config import EngineConfig
+from blink_core.abi.dtypes import LOGPROBS_EVENT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, LogLevel, RequestState, StepStatus
-from tests.unit.device import invariants
+from tests.unit.device import cache_invariants, invariants, log_inputs, scripted_model
 from tests.unit.device.front_end import FrontEnd, Submission
+from tests.unit.device.log_inputs import Entry
+from tests.unit.device.scripted_model import EOS, VOCAB, Planned, TaggedPool, next_token
 
-VOCAB = 13
-EOS = 0
+__all__ = ["EOS", "VOCAB", "Harness", "next_token", "order_of_acceptance", "small_config"]
 
 
 def small_config(**fields: Any) -> EngineConfig:
@@ -36,35 +33,26 @@ def small_config(**fields: Any) -> EngineConfig:
         "pages": 2 + 12,
         "max_rows": 3,
         "token_budget": 8,
-        "visibility_polls": 3,
+        "visibility_us": 3,
         "paused_limit": 3,
         "log_entries": 1 << 14,
         "log_level": LogLevel.ALL,
+        "quantum": 8,
+        "reservation_steps": 4,
+        "lease_us": 0,
+        "max_bias": 3,
     }
     merged = defaults | fields
-    merged.setdefault("arena_tokens", merged["slots"] * merged["max_len"])
+    merged.setdefault("arena_tokens", merged["slots"] * (merged["max_len"] + 2 * merged["max_bias"]))
+    merged.setdefault("masks", merged["slots"])
     return EngineConfig(**merged)
 
 
-def next_token(context: list[int]) -> int:
-    """The scripted model: any change of a token, its position or the length changes the outcome."""
-    h = len(context)
-    for token in context:
-        h = (h * 1103515245 + token + 12345) & 0x7FFFFFFF
-    return (h >> 8) % VOCAB
-
-
-@dataclass
-class Planned:
-    """One row of the step in flight, resolved to its submission when it was planned."""
-
-    submission: Submission
-    sample: bool
-    context: list[int]  # tokens whose KV this step leaves in the pages
-
-
 class Harness:
-    """`boundary`, `run_model`, `poll` in any order that the engine could; every call is followed by the checks."""
+    """`boundary`, `run_model`, `poll` in any order that the engine could; every call is followed by the checks.
+
+    Each call of the scheduler is one microsecond after the last, unless `now` is set.
+    """
 
     def __init__(
         self, config: EngineConfig, *, native: Any = _native, group_size: int = 1, checks: bool = True
@@ -94,12 +82,12 @@ class Harness:
         self.heard = [0] * config.rings  # events looked at, of the ring's epoch
         self.epochs = [0] * config.rings  # as the scheduler follows them
         self.copies: list[dict[int, bytes]] = [{} for _ in self.rings]
-        slots = config.pages * config.page_size
-        self.kv: list[tuple[int, int, int] | None] = [None] * slots
-        self.kv_seen: set[int] = set()
+        self.pool = TaggedPool(config)
         self.in_flight: list[Planned] = []
-        self.log_read = 0
-        self.ticks = 0
+        self.log_read = int(self.state["header"]["log_tail"][0])
+        self.hit: dict[tuple[int, int], int] = {}  # tokens of the newest PREFIX_HIT of a request
+        self.now = self.clock = self.logged = 0
+        self.leases = [(0, 0)] * config.rings  # lease word seen, clock of the last sign of life
         self.situations: set[str] = set()
         self.strays: set[tuple[int, int, int]] = set()  # (ring, slot, generation) that may be refused unsubmitted
 
@@ -112,21 +100,23 @@ class Harness:
         assert all(front.acknowledged for front in self.fronts)
 
     def boundary(self) -> bool:
-        before = self._front_end_bytes()
-        launched = bool(self.scheduler.boundary())
-        self._after(before)
+        before = self._before()
+        launched = bool(self.scheduler.boundary(self.now))
+        self._after(before, polled=False)
         self.in_flight = []
         if launched:
-            self._read_plan()
+            find, checks = self.find, scripted_model.check_plan
+            self.in_flight = checks(self.plan, self.state, self.config, find)
         if self.checks and int(self.control["control"]["stop_request"][0]) == 0:
             planned = {int(r) for r in self.plan["rows"]["request"][: self.n_rows]} if launched else set()
-            invariants.check_progress(self.snapshot(), launched, planned)
+            left = self.config.token_budget - (int(self.plan["header"]["n_tokens"][0]) if launched else 0)
+            invariants.check_progress(self.last, launched, planned, left)
         return launched
 
     def poll(self) -> int:
-        before = self._front_end_bytes()
-        taken = int(self.scheduler.poll())
-        self._after(before)
+        before = self._before()
+        taken = int(self.scheduler.poll(self.now))
+        self._after(before, polled=True)
         return taken
 
     @property
@@ -134,42 +124,18 @@ class Harness:
         return int(self.plan["header"]["n_rows"][0])
 
     def run_model(self, faults: dict[int, str] | None = None, *, failed: bool = False) -> None:
-        """Executes the step in flight. `faults`: row -> nan, range (id outside the vocabulary) or unwritten."""
-        rows, results = self.plan["rows"], self.plan["results"]
-        size = self.config.page_size
-        tables = self.state["block_tables"].reshape(self.config.max_rows, self.config.max_pages)
-        for i, planned in enumerate(self.in_flight):
-            start, count = int(rows[i]["q_start"]), int(rows[i]["q_len"])
-            for j in range(start, start + count):
-                at = int(self.plan["kv_slots"][j])
-                assert at >= invariants.RESERVED * size, f"row {i} writes KV into reserved page {at // size}"
-                self.kv[at] = (id(planned.submission), int(self.plan["positions"][j]), int(self.plan["token_ids"][j]))
-        for i, planned in enumerate(self.in_flight):
-            table = tables[int(rows[i]["row"])].tolist()
-            for position, token in enumerate(planned.context):
-                found = self.kv[table[position // size] * size + position % size]
-                assert found == (id(planned.submission), position, token), (
-                    f"row {i}: KV of position {position} holds {found}, expected token {token} of {planned.submission}"
-                )
-            fault = (faults or {}).get(i)
-            if not planned.sample:
-                results[i] = (VOCAB + 5, np.nan, StepStatus.NAN_LOGITS, 0)  # must not matter
-                continue
-            if fault or failed:
-                planned.submission.spoiled = True
-            if fault == "unwritten":
-                continue
-            token = next_token(planned.context) if fault != "range" else VOCAB
-            status = StepStatus.NAN_LOGITS if fault == "nan" else StepStatus.OK
-            results[i] = (token, -0.5, status, 0)
+        """Executes the step in flight; `faults` by row as `scripted_model.run` takes them."""
+        scripted_model.run(self.in_flight, self.plan, self.state, self.pool, self.config, faults or {})
         if failed:
             for planned in self.in_flight:
                 planned.submission.spoiled = True
             self.plan["header"]["status"] = StepStatus.FAILED
 
     def tick(self) -> bool:
-        """One plain step: boundary, model, poll, events consumed."""
-        self.ticks += 1
+        """One plain step: leases renewed, masks posted, boundary, model, poll, events consumed."""
+        for front in self.fronts:
+            front.renew()
+        self.post_masks()
         launched = self.boundary()
         if launched:
             self.run_model()
@@ -177,6 +143,13 @@ class Harness:
         for front in self.fronts:
             front.consume()
         return launched
+
+    def post_masks(self) -> None:
+        """Every live request that needs a mask gets that of its next token."""
+        for front in self.fronts:
+            for x in front.live.values():
+                if x.masked and x.refusal is None and not front.has_posted(x):
+                    front.post_mask(x)
 
     def settle(self, limit: int = 2000) -> None:
         """Ticks until nothing lives; fails when that takes more than `limit`."""
@@ -211,17 +184,61 @@ class Harness:
     def snapshot(self) -> invariants.State:
         return invariants.read(self.config, self.state)
 
+    def _before(self) -> tuple[list[bytes], log_inputs.Inputs]:
+        self.now += 1
+        return self._front_end_bytes(), log_inputs.take(self.state, self.config.slots)
+
     def _front_end_bytes(self) -> list[bytes]:
-        sections = ("front_end", "sq", "slots", "arena")
+        sections = ("front_end", "sq", "slots", "arena", "mask_boxes", "mask_bits")
         return [views[name].tobytes() for views in self.rings for name in sections]
 
-    def _after(self, before: list[bytes]) -> None:
-        assert self._front_end_bytes() == before, "the scheduler wrote into memory of the front end"
+    def _after(self, before: tuple[list[bytes], log_inputs.Inputs], *, polled: bool) -> None:
+        written, inputs = before
+        clock = self.clock = max(self.clock, self.now)
+        assert int(self.state["header"]["clock"][0]) == clock
+        assert self._front_end_bytes() == written, "the scheduler wrote into memory of the front end"
+        made = self._follow_log()
+        signs = self._signs_of_life(inputs) if polled else None
         for ring in range(self.config.rings):
             self._listen(ring)
-        self._follow_log()
+        self._note_acceptance()
+        if signs is not None:
+            self._watch_leases(signs)
         if self.checks:
-            invariants.check_all(self.snapshot())
+            s = self.last = self.snapshot()
+            invariants.check_all(s)
+            cache_invariants.check_cache(s)
+            if made is not None and self.config.log_level == LogLevel.ALL:
+                sq = [views["sq"] for views in self.rings]
+                log_inputs.check(inputs, log_inputs.take(self.state, self.config.slots), made, clock, sq)
+                self.logged = log_inputs.check_clock(made, clock, self.logged)
+
+    def _signs_of_life(self, before: log_inputs.Inputs) -> list[bool]:
+        """Rings whose lease changed, whose epoch did, or who had entries taken, in a call that looked at them."""
+        signs = []
+        for ring, views in enumerate(self.rings):
+            lease = int(views["front_end"]["lease"][0])
+            rs = self.state["rings"][ring]
+            taken = int(rs["sq_next"]) != before.entries[ring] or int(rs["epoch"]) != before.epochs[ring]
+            signs.append(taken or lease != self.leases[ring][0])
+        return signs
+
+    def _watch_leases(self, signs: list[bool]) -> None:
+        for ring, sign in enumerate(signs):
+            lease = int(self.rings[ring]["front_end"]["lease"][0])
+            self.leases[ring] = lease, self.clock if sign else self.leases[ring][1]
+            silent = self.clock - self.leases[ring][1]
+            if self.config.lease_us and silent >= self.config.lease_us:
+                live = int(self.state["rings"][ring]["live"])
+                assert live == 0, f"ring {ring} was silent for {silent} us and has {live} requests alive"
+
+    def _note_acceptance(self) -> None:
+        for front in self.fronts:
+            for x in front.live.values():
+                if x.accepted_at is None and x.epoch == self.epochs[x.ring]:
+                    q = self.state["requests"][x.ring * self.config.slots + x.slot]
+                    if int(q["generation"]) == x.generation and q["state"] != RequestState.FREE:
+                        x.accepted_at = self.clock
 
     def _listen(self, ring: int) -> None:
         """Looks at events as they are written, also unpublished ones, and at those that nobody has consumed yet."""
@@ -260,14 +277,36 @@ class Harness:
         assert x is not None, f"event {event} of a request that nobody submitted"
         assert x.terminal is None, f"event {event} after the terminal event of {x}"
         kind, reason, index = int(event["kind"]), int(event["reason"]), int(event["index"])
+        if kind == EventKind.LOGPROBS:
+            self._alternatives(x, event)
+            return
         assert index == len(x.tokens), f"event {event} has index {index}, expected {len(x.tokens)}"
         if kind == EventKind.TOKEN:
             assert x.refusal is None, f"{x} should have been refused"
-            assert int(event["token"]) == next_token(x.known), f"token {event} of {x}"
+            words = self.config.mask_words
+            expected = next_token(x.known, x.mask(index, words, self.config.vocab) if x.masked else None)
+            assert int(event["token"]) == expected, f"token {event} of {x}"
+            asked = scripted_model.alternatives(expected, int(x.descriptor["logprobs"]))
+            assert x.alternatives == asked, f"{x.alternatives} before {event}, expected {asked}"
+            x.alternatives = []
             x.tokens.append(int(event["token"]))
             return
+        assert not x.alternatives, f"alternatives {x.alternatives} of no token of {x}"
         x.terminal = (kind, reason, index)
+        if self.config.log_level >= LogLevel.DECISIONS and "log overflow" not in self.situations:
+            found = x.cached if kind == EventKind.FINISH else -1
+            assert int(event["token"]) == found, f"{event} tells of another prefix hit than {found} tokens"
         self._judge_end(x, kind, reason)
+
+    def _alternatives(self, x: Submission, event: Any) -> None:
+        """One LOGPROBS event: full but for the last of its token, and nothing in its unused pairs."""
+        e = np.frombuffer(event.tobytes(), LOGPROBS_EVENT)[0]
+        count, asked = int(e["count"]), int(x.descriptor["logprobs"])
+        left = asked - len(x.alternatives)
+        assert count == min(2, left) > 0, f"{count} alternatives, {left} are still to come of {x}"
+        x.alternatives += zip(e["tokens"][:count].tolist(), e["logprobs"][:count].tolist(), strict=True)
+        assert e["tokens"][count:].tolist() == [-1] * (2 - count)
+        self.situations.add("logprobs")
 
     def _judge_end(self, x: Submission, kind: int, reason: int) -> None:
         """The terminal reason is the one that the request's own story gives."""
@@ -282,8 +321,17 @@ class Harness:
         if reason == ErrorReason.DRAINING:
             assert self.control["control"]["drain_request"][0] or self.control["control"]["stop_request"][0]
             self.situations.add("draining")
-        elif reason in (ErrorReason.NAN_LOGITS, ErrorReason.MODEL_ERROR):
+        elif reason in (ErrorReason.NAN_LOGITS, ErrorReason.MODEL_ERROR, ErrorReason.NO_TOKEN):
             assert x.spoiled, f"{x} was no victim of a model fault"
+        elif reason == ErrorReason.DEADLINE:
+            assert x.accepted_at is not None
+            due = x.accepted_at + int(x.descriptor["deadline_us"])
+            assert x.descriptor["deadline_us"] > 0
+            assert self.clock >= due, f"it is {self.clock}, {x} has until {due}"
+            self.situations.add("deadline")
+        elif reason == ErrorReason.LEASE_LOST:
+            silent = self.clock - self.leases[x.ring][1]
+            assert 0 < self.config.lease_us <= silent, f"ring {x.ring} was silent for {silent} us only"
         else:
             assert x.refusal == reason, f"{x} was refused with {ErrorReason(reason).name}, expected {x.refusal}"
 
@@ -292,59 +340,43 @@ class Harness:
         d = x.descriptor
         if not x.tokens:
             return None
-        if x.tokens[-1] == EOS and not int(d["flags"]) & 1:
-            return FinishReason.EOS
-        if x.tokens[-1] in d["stop_ids"][: int(d["n_stop"])].tolist():
-            return FinishReason.STOP_TOKEN
+        if len(x.tokens) > int(d["min_tokens"]):
+            if x.tokens[-1] == EOS and not int(d["flags"]) & 1:
+                return FinishReason.EOS
+            if x.tokens[-1] in d["stop_ids"][: int(d["n_stop"])].tolist():
+                return FinishReason.STOP_TOKEN
         if len(x.tokens) == int(d["max_tokens"]):
             return FinishReason.LENGTH
         return FinishReason.CONTEXT if len(x.known) == self.config.max_len else None
 
-    def _read_plan(self) -> None:
-        """Checks the plan against what is known of each request, and resolves its rows."""
-        config, header = self.config, self.plan["header"][0]
-        n_rows, n_tokens = int(header["n_rows"]), int(header["n_tokens"])
-        rows = self.plan["rows"][:n_rows]
-        assert n_rows <= config.max_rows
-        assert n_tokens <= config.token_budget, f"{n_tokens} tokens, budget {config.token_budget}"
-        assert len(set(rows["request"].tolist())) == n_rows, "a request has two rows"
-        assert n_tokens == int(rows["q_len"].sum())
-        assert int(header["n_samples"]) == int(rows["sample"].sum())
-        tables = self.state["block_tables"].reshape(config.max_rows, config.max_pages)
-        at, size = 0, config.page_size
-        for row in rows:
-            request, count = int(row["request"]), int(row["q_len"])
-            x = self.find(int(row["ring"]), int(row["slot"]), int(row["generation"]))
-            assert x is not None
-            assert x.terminal is None, f"planned after its end: {x}"
-            assert request == x.ring * config.slots + x.slot
-            q = self.state["requests"][request]
-            assert q["state"] == RequestState.RUNNING
-            first, known = int(q["computed"]), x.known
-            assert int(row["context_len"]) == first + count
-            assert bool(row["sample"]) == (first + count == len(known))
-            assert (int(row["q_start"]), count > 0) == (at, True)
-            for name in ("seed", "temperature", "top_p", "choice"):
-                assert row[name] == x.descriptor[name], f"{name} of {x}"
-            assert int(row["row"]) == int(q["row"])
-            assert int(row["n_pages"]) == int(q["n_pages"]) >= -(-(first + count) // size)
-            table = tables[int(row["row"])].tolist()
-            for j in range(count):
-                position = first + j
-                assert int(self.plan["positions"][at + j]) == position
-                assert int(self.plan["token_ids"][at + j]) == known[position], f"wrong token at {position} of {x}"
-                assert int(self.plan["kv_slots"][at + j]) == table[position // size] * size + position % size
-            at += count
-            self.in_flight.append(Planned(x, bool(row["sample"]), known[: first + count]))
-
-    def _follow_log(self) -> None:
-        """Event log: ACCEPT in order of the submission queue; situations that occurred are collected."""
-        tail = int(self.state["header"]["log_tail"][0])
-        assert tail - self.log_read <= self.config.log_entries
-        for at in range(self.log_read, tail):
-            kind = int(self.log[at % self.config.log_entries]["kind"])
-            self.situations.add(LogKind(kind).name)
-        self.log_read = tail
+    def _follow_log(self) -> list[Entry] | None:
+        """The call's log entries, or None if some were overwritten; situations that occurred are collected."""
+        tail, size = int(self.state["header"]["log_tail"][0]), self.config.log_entries
+        first, self.log_read = self.log_read, tail
+        if tail - first > size:
+            self.situations.add("log overflow")
+            self.logged = int(self.state["header"]["logged_clock"][0])
+            return None
+        made = [Entry(*self.log[at % size].tolist()) for at in range(first, tail)]
+        previous = None
+        for e in made:
+            kind, key = LogKind(e.kind), (e.ring, e.slot)
+            self.situations.add(kind.name)
+            if kind in (LogKind.RESERVATION, LogKind.LEASE):
+                self.situations.add(f"{kind.name} {e.a}")
+            elif kind == LogKind.PAGE_FREE and previous is not None and previous.kind == LogKind.PAGE_SHARE:
+                self.situations.add("twin")
+            elif kind == LogKind.PREFIX_HIT:
+                self.hit[key] = e.b
+            elif kind == LogKind.ADMIT:
+                found = self.hit.pop(key, 0)
+                x = self.find(*e.request)
+                if x is not None and e.c == 0:
+                    x.cached = found
+                if found and e.c:
+                    self.situations.add("resume hit")
+            previous = e
+        return made
 
     def entries(self, *kinds: LogKind) -> list[Any]:
         """Log entries of these kinds, oldest first (the log has not wrapped)."""

@@ -6,18 +6,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from blink_core.abi.config import EngineConfig
+from blink_core.abi.definition import PRIORITIES
 from blink_core.abi.dtypes import Array
-from blink_core.abi.enums import PageState, RequestState
+from blink_core.abi.enums import Admission, PageState, RequestState, SlotFlag
 
 RESERVED = 2
 FIELDS = ["generation", "state", "prompt_len", "total", "computed", "emitted", "n_pages", "next", "row", "preemptions"]
-FIELDS += ["paused", "arrival", "max_tokens", "judged"]
+FIELDS += ["paused", "arrival", "max_tokens", "judged", "priority", "published", "cached", "admitted", "expires"]
+FIELDS += ["mask_index", "mask_box", "chain"]
 
 
 @dataclass
 class Row:
-    """The fields of one Request record as plain integers."""
+    """The fields of one Request record as plain integers, and what its Sampling record says of credits and masks."""
 
     generation: int
     state: int
@@ -33,6 +37,42 @@ class Row:
     arrival: int
     max_tokens: int
     judged: int
+    priority: int
+    published: int
+    cached: int
+    admitted: int
+    expires: int
+    mask_index: int
+    mask_box: int
+    chain: int
+    flags: int
+    logprobs: int
+
+    @property
+    def events(self) -> int:
+        """Events of one token, its terminal event aside."""
+        return 1 + -(-self.logprobs // 2)
+
+    @property
+    def unmasked(self) -> bool:
+        """True if no mask is missing for the next token."""
+        return not self.flags & SlotFlag.MASKED or self.mask_index == self.emitted + 1
+
+
+@dataclass
+class Page:
+    """One Page record as plain integers."""
+
+    hash: int
+    owner: int
+    generation: int
+    refs: int
+    state: int
+    parent: int
+    children: int
+    bucket_next: int
+    lru_prev: int
+    lru_next: int
 
 
 @dataclass
@@ -40,33 +80,49 @@ class State:
     """One reading of the state region."""
 
     config: EngineConfig
-    header: dict[str, int]
-    rings: list[dict[str, int]]
+    header: dict[str, Any]
+    rings: list[dict[str, Any]]
     requests: list[Row]
     running: list[int]
     row_stack: list[int]
     tables: list[list[int]]
-    pages: list[tuple[int, int, int, int]]  # owner, generation, refs, state
+    pages: list[Page]
     free_list: list[int]
     quarantine: list[int]
+    buckets: list[int]
+    page_tokens: Array  # int32[pages, page_size]
+    tokens: Array  # int32[rings * slots, max_len]
+
+    def most_pages(self, q: Row) -> int:
+        """Pages that a request may need at most."""
+        return -(-(min(q.prompt_len + q.max_tokens, self.config.max_len) - 1) // self.config.page_size)
+
+    def table(self, request: int) -> list[int]:
+        q = self.requests[request]
+        return self.tables[q.row][: q.n_pages]
 
 
 def read(config: EngineConfig, v: dict[str, Array]) -> State:
-    def record(array: Array, at: int) -> dict[str, int]:
-        return dict(zip(array.dtype.names or (), array[at].tolist(), strict=True))
+    def record(array: Array, at: int) -> dict[str, Any]:
+        values = [x.tolist() if isinstance(x, np.ndarray) else x for x in array[at].tolist()]
+        return dict(zip(array.dtype.names or (), values, strict=True))
 
     header = record(v["header"], 0)
+    sampling = v["sampling"][["flags", "logprobs"]].tolist()
     return State(
         config,
         header,
         [record(v["rings"], i) for i in range(config.rings)],
-        [Row(*r) for r in v["requests"][FIELDS].tolist()],
+        [Row(*r, *s) for r, s in zip(v["requests"][FIELDS].tolist(), sampling, strict=True)],
         v["running"][: header["running"]].tolist(),
         v["row_stack"][: header["free_rows"]].tolist(),
         v["block_tables"].reshape(config.max_rows, config.max_pages).tolist(),
-        v["pages"].tolist(),
+        [Page(*p) for p in v["pages"].tolist()],
         v["free_list"][: header["free_pages"]].tolist(),
         v["quarantine"][: header["quarantined"]].tolist(),
+        v["buckets"].tolist(),
+        v["page_tokens"].reshape(config.pages, config.page_size),
+        v["tokens"].reshape(config.rings * config.slots, config.max_len),
     )
 
 
@@ -75,48 +131,56 @@ def check_pages(s: State) -> None:
     places: Counter[int] = Counter(range(RESERVED))
     places.update(s.free_list)
     places.update(s.quarantine)
-    expected: dict[int, tuple[int, int, int, int]] = {}
+    places.update(page for page, p in enumerate(s.pages) if p.state == PageState.CACHED)
+    refs: Counter[int] = Counter()
     for request in s.running:
-        q = s.requests[request]
-        table = s.tables[q.row][: q.n_pages]
-        places.update(table)
-        for page in table:
-            expected[page] = (request, q.generation, 1, PageState.OWNED)
+        q, table = s.requests[request], s.table(request)
+        refs.update(table)
+        for index, page in enumerate(table):
+            p = s.pages[page]
+            if index < q.published:
+                assert p.state == PageState.CACHED, f"page {page}, place {index} of request {request}, is not cached"
+                continue
+            places[page] += 1
+            found = (p.owner, p.generation, p.refs, p.state)
+            expected = (request, q.generation, 1, PageState.OWNED)
+            assert found == expected, f"page {page}: {found}, expected {expected}"
     assert places == Counter(range(s.config.pages)), f"pages not in exactly one place: {places}"
     for state, members in ((PageState.FREE, s.free_list), (PageState.QUARANTINED, s.quarantine)):
         for page in members:
-            owner, _, refs, found = s.pages[page]
-            assert (owner, refs, found) == (-1, 0, state), f"page {page}: {s.pages[page]}, expected {state.name}"
-    for page, metadata in expected.items():
-        assert s.pages[page] == metadata, f"page {page}: {s.pages[page]}, expected {metadata}"
-    for page in range(RESERVED):
-        assert s.pages[page][3] == PageState.RESERVED, f"page {page} is no longer reserved"
+            p = s.pages[page]
+            assert (p.owner, p.refs, p.state) == (-1, 0, state), f"page {page}: {p}, expected {state.name}"
+    for page, p in enumerate(s.pages):
+        assert p.refs == refs[page], f"page {page} has {p.refs} refs, {refs[page]} block tables hold it"
+        assert page >= RESERVED or p.state == PageState.RESERVED, f"page {page} is no longer reserved"
     if not s.header["in_flight"]:
         assert not s.quarantine, "pages are quarantined and no step runs"
 
 
 def check_lists(s: State) -> None:
-    """Running list by age, waiting lists by age and well linked, block-table rows each once, live counts."""
+    """Running list in order of service, waiting lists by age and well linked, rows each once, live counts."""
     running = [s.requests[r] for r in s.running]
-    ages = [q.arrival for q in running]
-    assert ages == sorted(set(ages)), f"running list is not in order of age: {ages}"
+    order = [(q.priority, q.arrival) for q in running]
+    assert order == sorted(set(order)), f"running list is not in order of service: {order}"
     rows = sorted(s.row_stack + [q.row for q in running])
     assert rows == list(range(s.config.max_rows)), f"block-table rows are not each in one place: {rows}"
     waiting_total = 0
     for ring, rs in enumerate(s.rings):
-        at, seen, last = rs["wait_head"], 0, -1
-        arrival = -1
-        while at >= 0:
-            q = s.requests[at]
-            assert at // s.config.slots == ring, f"request {at} waits in ring {ring}"
-            assert q.state == RequestState.WAITING, f"request {at} waits in state {q.state}"
-            assert q.arrival > arrival, f"ring {ring} waits out of order at request {at}"
-            assert q.n_pages == 0, f"waiting request {at} owns {q.n_pages} pages"
-            assert q.row == -1, f"waiting request {at} has row {q.row}"
-            assert q.computed == 0, f"waiting request {at} has {q.computed} computed tokens without pages"
-            arrival, last, seen, at = q.arrival, at, seen + 1, q.next
-            assert seen <= s.config.slots, f"ring {ring}'s waiting list does not end"
-        assert last == rs["wait_tail"], f"ring {ring}: waiting list ends at {last}, tail is {rs['wait_tail']}"
+        seen = 0
+        for priority in range(PRIORITIES):
+            at, last, arrival = rs["wait_head"][priority], -1, -1
+            while at >= 0:
+                q = s.requests[at]
+                assert at // s.config.slots == ring, f"request {at} waits in ring {ring}"
+                assert q.priority == priority, f"request {at} of class {q.priority} waits in class {priority}"
+                assert q.state == RequestState.WAITING, f"request {at} waits in state {q.state}"
+                assert q.arrival > arrival, f"ring {ring} waits out of order at request {at}"
+                held = (q.n_pages, q.row, q.computed, q.published, q.chain)
+                assert held == (0, -1, 0, 0, 0), f"waiting request {at} holds pages, row or results: {held}"
+                arrival, last, seen, at = q.arrival, at, seen + 1, q.next
+                assert seen <= s.config.slots, f"ring {ring}'s waiting list does not end"
+            tail = rs["wait_tail"][priority]
+            assert last == tail, f"ring {ring}: waiting list {priority} ends at {last}, tail is {tail}"
         assert seen == rs["waiting"], f"ring {ring}: {seen} wait, counted {rs['waiting']}"
         ours = [r for r in s.running if r // s.config.slots == ring]
         assert rs["live"] == seen + len(ours), f"ring {ring}: live {rs['live']}, found {seen + len(ours)}"
@@ -128,8 +192,12 @@ def check_lists(s: State) -> None:
 
 
 def check_requests(s: State) -> None:
-    """Token counts of live requests, pages that cover them, nothing held by the dead."""
-    size = s.config.page_size
+    """Token counts of live requests, pages that cover them, nothing held by the dead; deadlines and reservation."""
+    size, clock = s.config.page_size, s.header["clock"]
+    earliest = [q.expires for q in s.requests if q.state != RequestState.FREE and q.expires]
+    if earliest:
+        assert 0 < s.header["next_expiry"] <= min(earliest), f"next look at deadlines is late: {earliest}"
+        assert min(earliest) > clock, f"a deadline has passed at {min(earliest)}, it is {clock}"
     for index, q in enumerate(s.requests):
         if q.state == RequestState.FREE:
             assert (q.n_pages, q.row) == (0, -1), f"request {index} is over and holds {q.n_pages} pages, row {q.row}"
@@ -137,23 +205,34 @@ def check_requests(s: State) -> None:
         assert q.total == q.prompt_len + q.emitted
         assert q.total < s.config.max_len, f"request {index} knows {q.total} tokens and goes on"
         assert q.emitted < q.max_tokens, f"request {index} has emitted {q.emitted} of {q.max_tokens} and goes on"
+        assert q.cached % size == 0
+        assert q.cached < q.prompt_len, f"request {index} found {q.cached} cached tokens"
         if q.state == RequestState.RUNNING:
             assert q.computed < q.total, f"request {index} has nothing left to compute and runs"
             assert -(-q.computed // size) <= q.n_pages <= -(-q.total // size), f"request {index}: {q}"
+            assert q.published * size <= q.computed, f"request {index} has published what is not computed: {q}"
+    held = s.header["reserved_for"]
+    assert held == -1 or s.requests[held].state == RequestState.WAITING, f"request {held} holds a reservation: {held}"
+    most = sum(s.most_pages(s.requests[r]) for r in s.running)
+    assert s.header["committed_pages"] == most, f"{s.header['committed_pages']} pages committed, {most} counted"
+    if s.config.admission == Admission.RESERVE:
+        assert most <= s.config.pages - RESERVED, f"{most} pages promised of {s.config.pages - RESERVED}"
 
 
 def check_fifo(s: State) -> None:
-    """First admissions of a ring happen in order of acceptance."""
+    """First admissions of a ring and class happen in order of acceptance."""
     for ring in range(s.config.rings):
-        ours = s.requests[ring * s.config.slots : (ring + 1) * s.config.slots]
-        live = [q for q in ours if q.state != RequestState.FREE]
-        entered = [q.arrival for q in live if q.state == RequestState.RUNNING or q.preemptions]
-        never = [q.arrival for q in live if q.state == RequestState.WAITING and not q.preemptions]
-        assert not entered or not never or max(entered) < min(never), f"ring {ring}: {entered} before {never}"
+        for priority in range(PRIORITIES):
+            ours = s.requests[ring * s.config.slots : (ring + 1) * s.config.slots]
+            live = [q for q in ours if q.state != RequestState.FREE and q.priority == priority]
+            entered = [q.arrival for q in live if q.admitted]
+            never = [q.arrival for q in live if not q.admitted]
+            assert not entered or not never or max(entered) < min(never), f"ring {ring}: {entered} before {never}"
+            assert all(q.admitted for q in live if q.state == RequestState.RUNNING or q.preemptions)
 
 
 def check_credits(s: State) -> None:
-    """Events not consumed, tokens in flight and terminal events owed fit into the completion queue together."""
+    """Events not consumed, those of the plan in flight and terminal events owed fit into the completion queue."""
     for ring, rs in enumerate(s.rings):
         owed = rs["cq_tail"] - rs["cq_head"] + rs["planned"] + rs["live"]
         assert rs["cq_head"] <= rs["cq_published"] <= rs["cq_tail"]
@@ -162,28 +241,53 @@ def check_credits(s: State) -> None:
             assert rs["planned"] == 0
 
 
-def has_token_credit(s: State, ring: int) -> bool:
-    rs = s.rings[ring]
-    return rs["cq_tail"] - rs["cq_head"] + rs["planned"] + 1 + s.config.slots <= s.config.cq_entries
+def check_deficits(s: State) -> None:
+    """No ring saves up more than its turn and its largest request."""
+    for ring, rs in enumerate(s.rings):
+        for priority, deficit in enumerate(rs["deficit"]):
+            most = s.config.quantum + s.config.max_len
+            assert 0 <= deficit <= most, f"ring {ring}, class {priority}: deficit {deficit}, at most {most}"
 
 
-def check_progress(s: State, launched: bool, planned: set[int]) -> None:
-    """A decode with a credit is in every plan; nothing is launched only if nothing could be."""
+def token_credit(s: State, request: int) -> bool:
+    rs = s.rings[request // s.config.slots]
+    need = s.requests[request].events + s.config.slots
+    return bool(rs["cq_tail"] - rs["cq_head"] + rs["planned"] + need <= s.config.cq_entries)
+
+
+def heads(s: State, priority: int) -> list[int]:
+    """Oldest waiting request of each ring in a class."""
+    return [rs["wait_head"][priority] for rs in s.rings if rs["wait_head"][priority] >= 0]
+
+
+def fits(s: State, request: int) -> bool:
+    """Rows and pages are there for it, whatever of its prompt may be cached besides."""
+    q = s.requests[request]
+    free = s.header["free_pages"] + s.header["idle_cached"]
+    reserve = s.config.admission == Admission.RESERVE
+    if reserve and s.header["committed_pages"] + s.most_pages(q) > s.config.pages - RESERVED:
+        return False
+    return bool(s.header["free_rows"] > 0 and -(-q.total // s.config.page_size) <= free)
+
+
+def check_progress(s: State, launched: bool, planned: set[int], budget_left: int) -> None:
+    """A decode with credits and mask is in every plan; nobody who could run is left out for nothing."""
     for request in s.running:
         q = s.requests[request]
         if q.total - q.computed == 1 and request not in planned:
-            assert q.paused > 0, f"request {request} needs one token, was not planned and not paused"
-            assert not has_token_credit(s, request // s.config.slots), f"request {request} paused with a credit"
-    if launched:
-        return
-    assert all(s.requests[r].paused for r in s.running), "a row could run and no step was launched"
-    for ring, rs in enumerate(s.rings):
-        if rs["wait_head"] >= 0 and has_token_credit(s, ring):
-            q = s.requests[rs["wait_head"]]
-            room = s.header["free_rows"] > 0 and -(-q.total // s.config.page_size) <= s.header["free_pages"]
-            old = [r for r in s.running if s.requests[r].paused >= s.config.paused_limit]
-            assert not room, f"ring {ring}'s head fits and no step was launched"
-            assert not old, f"rows paused for long {old} keep ring {ring}'s head out"
+            free = token_credit(s, request) and q.unmasked
+            assert not free, f"request {request} was left out of the plan with credit and mask"
+        if not launched:
+            assert q.total - q.computed == 1, f"request {request} could go on and no step was launched"
+    holder = s.header["reserved_for"]
+    for priority in range(PRIORITIES):
+        if holder >= 0 and s.requests[holder].priority <= priority and token_credit(s, holder):
+            break  # it keeps others waiting
+        for request in heads(s, priority):
+            if token_credit(s, request) and budget_left > 0:
+                old = [r for r in s.running if s.requests[r].paused >= s.config.paused_limit]
+                assert not fits(s, request), f"head {request} of class {priority} fits and was left out"
+                assert not old, f"rows paused for long {old} keep head {request} out"
 
 
 def check_all(s: State) -> None:
@@ -192,13 +296,18 @@ def check_all(s: State) -> None:
     check_requests(s)
     check_fifo(s)
     check_credits(s)
+    check_deficits(s)
 
 
 def check_idle(s: State) -> None:
-    """Nothing lives: everything is back where it started."""
-    config: Any = s.config
+    """Nothing lives: every page is free or cached and nobody's."""
+    config = s.config
     assert s.header["live"] == 0
     assert not s.running
-    assert sorted(s.free_list) == list(range(RESERVED, config.pages)), "pages are missing from the free list"
+    cached = [page for page, p in enumerate(s.pages) if p.state == PageState.CACHED]
+    everything = sorted(s.free_list + cached)
+    assert everything == list(range(RESERVED, config.pages)), "pages are missing from free list and cache"
+    assert s.header["idle_cached"] == len(cached)
     assert sorted(s.row_stack) == list(range(config.max_rows))
     assert not s.quarantine
+    assert s.header["reserved_for"] == -1

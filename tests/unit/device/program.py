@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from blink_core.abi.config import EngineConfig
-from blink_core.abi.enums import ErrorReason, Op
+from blink_core.abi.enums import Admission, ErrorReason, Op, SlotFlag
 from tests.unit.device.expectations import deserved
 from tests.unit.device.front_end import FrontEnd, Submission, entry
 from tests.unit.device.harness import VOCAB, Harness, small_config
@@ -21,31 +21,50 @@ CORRUPTIONS: tuple[tuple[str, Any], ...] = (
     ("max_tokens", 0),
     ("temperature", float("nan")),
     ("top_p", 0.0),
-    ("flags", 2),
+    ("flags", 8),
     ("n_stop", 9),
-    ("priority", 1),
-    ("deadline_us", 1),
+    ("priority", 4),
+    ("n_bias", 2**32 - 1),
     ("generation", 77),
     ("prompt_checksum", 1),
+    ("min_p", -0.5),
+    ("repetition_penalty", 0.0),
+    ("presence_penalty", float("inf")),
+    ("min_tokens", 2**31),
+    ("logprobs", 21),
+    ("mask_box", 4096),
     ("tag", 5),  # valid when sealed, torn when not
 )
+ACTS = ["cancel"] * 6 + ["withhold", "release", "silence", "silence", "speak"] * 2
+ACTS += ["duplicate", "bad_head", "garbage", "attach", "mask_torn", "mask_early", "mask_other", "later", "earlier"]
+EXAMPLES = "BLINK_TEST_EXAMPLES"  # environment: programs that a shortened run draws
+FAULTS = ["nan", "range", "unwritten", "no_token", "poison", "failed"]
 
 
 @dataclass(frozen=True)
 class Submit:
+    """`token` selects the prompt's beginning, so that equal ones share pages."""
+
     ring: int
     length: int
     max_tokens: int
     ignore_eos: bool = True
     stop: int | None = None
     token: int = 1
+    priority: int = 0
+    cache: bool = True
+    masked: bool = False
+    deadline: int = 0
+    logprobs: int = 0
+    min_tokens: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
     corruption: int | None = None
     sealed: bool = True
 
 
 @dataclass(frozen=True)
 class Act:
-    """cancel, duplicate, withhold, release, bad_head, garbage, attach or drain on a ring; `pick` selects among many."""
+    """One of ACTS or drain on a ring; `pick` selects among many or says how much."""
 
     what: str
     ring: int
@@ -58,8 +77,9 @@ class Tick:
     during: tuple[Submit | Act, ...] = ()
     model_last: bool = True  # the model runs after `during`, when cancels have hit its rows
     polls: int = 1
-    fault: str | None = None  # nan, range, unwritten for row `row`; failed for the whole step
+    fault: str | None = None  # one of FAULTS, of row `row`; failed for the whole step
     row: int = 0
+    masks: int = 1  # posted before the boundary: 1, during the step: 2, not at all: 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class Program:
 @st.composite
 def configs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> EngineConfig:
     """Tiny pools, queues and budgets: every limit is near."""
-    page_size = draw(st.sampled_from([3, 1, 2, 4, 8]))
+    page_size = draw(st.sampled_from([2, 1, 3, 4, 8]))
     max_len = draw(st.integers(6, 20))
     slots = draw(st.sampled_from([3, 1, 2, 5]))
     max_rows = draw(st.sampled_from([3, 1, 2, 4]))
@@ -84,10 +104,19 @@ def configs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> EngineConfig:
         pages=2 + draw(st.integers(max(1, longest - 1), longest + 3)),
         max_rows=max_rows,
         token_budget=max_rows + draw(st.integers(0, 5)),
-        cq_entries=1 << (slots + max_rows - 1).bit_length(),
+        cq_entries=draw(st.sampled_from([1, 2, 4])) << (slots + max_rows - 1).bit_length(),
         sq_entries=1 << (2 * slots + 1).bit_length(),
-        visibility_polls=draw(st.integers(1, 3)),
+        visibility_us=draw(st.integers(1, 6)),
         paused_limit=draw(st.integers(1, 3)),
+        prefix_cache=draw(st.sampled_from([1, 1, 1, 0])),
+        admission=draw(st.sampled_from([Admission.OPTIMISTIC, Admission.OPTIMISTIC, Admission.RESERVE])),
+        quantum=draw(st.sampled_from([5, 1, 2, 40])),
+        reservation_steps=draw(st.sampled_from([2, 1, 4])),
+        lease_us=draw(st.sampled_from([0, 5, 15])),
+        log_entries=draw(st.sampled_from([1 << 14, 1 << 14, 8])),
+        max_bias=draw(st.sampled_from([2, 0])),
+        max_logprobs=draw(st.sampled_from([20, 3])),
+        masks=draw(st.sampled_from([slots, slots, 1, 0])),
     )
 
 
@@ -98,12 +127,15 @@ def _plain(config: EngineConfig) -> st.SearchStrategy[Submit]:
         ring=st.integers(0, config.rings - 1),
         length=st.integers(1, config.max_len - 1),
         max_tokens=st.integers(1, config.max_len),
-        token=st.integers(0, VOCAB - 1),
+        token=st.integers(0, 2),
+        priority=st.sampled_from([0, 0, 0, 1, 3]),
+        cache=st.sampled_from([True, True, True, False]),
     )
 
 
 def _odd(config: EngineConfig) -> st.SearchStrategy[Submit]:
-    """Requests with stop rules, oversize ones, and malformed ones."""
+    """Requests that use every feature, oversize ones, and malformed ones."""
+    pairs = st.tuples(st.sampled_from([3, 0, VOCAB - 1, VOCAB]), st.sampled_from([1.5, -2.0, -100.0]))
     return st.builds(
         Submit,
         ring=st.integers(0, config.rings - 1),
@@ -111,8 +143,14 @@ def _odd(config: EngineConfig) -> st.SearchStrategy[Submit]:
         max_tokens=st.integers(1, config.max_len + 1),
         ignore_eos=st.booleans(),
         stop=st.one_of(st.none(), st.integers(0, VOCAB - 1)),
-        token=st.one_of(st.integers(0, VOCAB - 1), st.integers(0, VOCAB)),
-        corruption=st.one_of(st.none(), st.integers(0, len(CORRUPTIONS) - 1)),
+        token=st.sampled_from([1, 0, 2, 5, VOCAB]),
+        priority=st.integers(0, 3),
+        masked=st.sampled_from([True, False, True]),
+        deadline=st.sampled_from([0, 1, 6, 25, 2**64 - 1]),
+        logprobs=st.sampled_from([0, 1, 2, 3, 20]),
+        min_tokens=st.sampled_from([0, 0, 3]),
+        bias=st.lists(pairs, max_size=3).map(tuple),
+        corruption=st.one_of(st.none(), st.none(), st.integers(0, len(CORRUPTIONS) - 1)),
         sealed=st.booleans(),
     )
 
@@ -120,10 +158,9 @@ def _odd(config: EngineConfig) -> st.SearchStrategy[Submit]:
 @st.composite
 def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
     config = draw(configs())
-    common = ["cancel"] * 6 + ["withhold", "release"] * 2 + ["duplicate", "bad_head", "garbage", "attach"]
     acts = st.builds(
         Act,
-        what=st.sampled_from(common),
+        what=st.sampled_from(ACTS),
         ring=st.integers(0, config.rings - 1),
         pick=st.integers(0, 7),
     )
@@ -135,8 +172,9 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
         during=actions,
         model_last=st.booleans(),
         polls=st.integers(0, 2),
-        fault=st.sampled_from([None] * 16 + ["nan", "range", "unwritten", "failed"]),
+        fault=st.sampled_from([None] * 24 + FAULTS),
         row=st.integers(0, config.max_rows - 1),
+        masks=st.sampled_from([1, 2, 0]),
     )
     burst = Tick(before=draw(st.lists(plain, min_size=2, max_size=6).map(tuple)))
     chosen = [burst, *draw(st.lists(ticks, min_size=4, max_size=16))]
@@ -151,22 +189,35 @@ def run(program: Program, **options: Any) -> Harness:
     h.attach()
     for tick in program.ticks:
         perform(h, tick)
-    for front in h.fronts:
-        front.withhold = False
-        if not front.acknowledged:
-            h.poll()
-        front.consume()
-    h.settle()
+    wind_up(h)
     return h
 
 
+def wind_up(h: Harness) -> None:
+    """Every front end behaves again, and everything ends."""
+    for front in h.fronts:
+        front.withhold = front.silent = False
+    h.boundary()
+    h.run_model()
+    h.poll()
+    for front in h.fronts:
+        front.consume()
+    h.settle()
+
+
 def perform(h: Harness, tick: Tick) -> None:
+    for front in h.fronts:
+        front.renew()
+    if tick.masks == 1:
+        h.post_masks()
     for action in tick.before:
         act(h, action)
     launched = h.boundary()
     faults = {tick.row % max(1, h.n_rows): tick.fault} if tick.fault not in (None, "failed") else None
     if launched and not tick.model_last:
         h.run_model(faults, failed=tick.fault == "failed")
+    if tick.masks == 2:
+        h.post_masks()
     for action in tick.during:
         act(h, action)
     for _ in range(tick.polls):
@@ -187,13 +238,20 @@ def act(h: Harness, action: Submit | Act) -> None:
     ours: list[Submission] = [x for x in h.history if x.ring == front.index and x.epoch == front.epoch]
     chosen = ours[-1 - action.pick % len(ours)] if ours else None
     rs = h.state["rings"][front.index]
-    if action.what == "cancel" and chosen:
+    if action.what.startswith("mask"):
+        spoil_mask(h, front, action)
+    elif action.what == "cancel" and chosen:
         front.cancel(chosen)
-    elif action.what == "duplicate" and chosen and front.sq_space() > len(front.live) + 1 and front.acknowledged:
-        if front.generation[chosen.slot] == chosen.generation:
-            front.publish(entry(front.sq_tail, Op.SUBMIT, chosen.slot, chosen.generation))
+    elif action.what == "duplicate" and chosen and front.acknowledged and front.sq_space() > len(front.live) + 1:
+        front.publish(entry(front.sq_tail, Op.SUBMIT, chosen.slot, front.generation[chosen.slot]))
     elif action.what in ("withhold", "release"):
         front.withhold = action.what == "withhold"
+    elif action.what in ("silence", "speak"):
+        front.silent = action.what == "silence"
+    elif action.what == "later":
+        h.now += 2 * action.pick
+    elif action.what == "earlier":
+        h.now = max(0, h.now - 3)
     elif action.what == "bad_head":
         backwards, beyond = int(rs["cq_head"]) - 1 - action.pick, int(rs["cq_published"]) + 1 + action.pick
         front.views["front_end"]["cq_head"] = backwards if action.pick % 2 and backwards >= 0 else beyond
@@ -206,12 +264,31 @@ def act(h: Harness, action: Submit | Act) -> None:
         h.control["control"]["drain_request"] = 1
 
 
+def spoil_mask(h: Harness, front: FrontEnd, action: Act) -> None:
+    """A mailbox with a wrong bit, with the mask of a later index, or with that of another generation."""
+    needy = [x for x in front.live.values() if x.masked and x.refusal is None]
+    if not needy:
+        return
+    x = needy[action.pick % len(needy)]
+    if action.what == "mask_torn":
+        if not front.has_posted(x):  # what has been posted whole is not touched before it is used
+            front.post_mask(x, torn=True)
+        return
+    front.post_mask(x, index=len(x.tokens) + 1)
+    if action.what == "mask_other":
+        front.views["mask_boxes"]["ready"][int(x.descriptor["mask_box"])] += 1 << 40
+
+
 def submit(h: Harness, front: FrontEnd, s: Submit) -> Submission | None:
-    fields: dict[str, Any] = {"flags": int(s.ignore_eos), "seed": s.length * 17 + s.max_tokens, "choice": s.token}
-    fields |= {"temperature": 0.5 * s.token, "stop_ids": () if s.stop is None else (s.stop,)}
+    flags = int(s.ignore_eos) | SlotFlag.NO_PREFIX_CACHE * (not s.cache) | SlotFlag.MASKED * s.masked
+    fields: dict[str, Any] = {"flags": flags, "seed": s.length * 17 + s.max_tokens, "choice": s.token}
+    fields |= {"temperature": 0.5 * s.token, "stop_ids": () if s.stop is None else (s.stop,), "top_k": s.token}
+    fields |= {"priority": s.priority, "deadline_us": s.deadline, "logprobs": s.logprobs, "min_p": 0.25}
+    fields |= {"min_tokens": min(s.min_tokens, s.max_tokens), "presence_penalty": -0.5, "frequency_penalty": 0.5}
     prompt = [(s.token + 3 * i) % VOCAB for i in range(s.length - 1)] + [s.token]
     corrupt = None if s.corruption is None else dict([CORRUPTIONS[s.corruption]])
-    made = front.submit(prompt, s.max_tokens, corrupt=corrupt, sealed=s.sealed or corrupt is None, **fields)
+    sealed = s.sealed or corrupt is None
+    made = front.submit(prompt, s.max_tokens, corrupt=corrupt, sealed=sealed, bias=s.bias, **fields)
     if made is not None:
         made.refusal = deserved(h.config, made.descriptor, made.generation, front.views["arena"])
         if made.refusal not in (None, ErrorReason.DRAINING):

@@ -11,7 +11,7 @@ from tests.unit.device.scenarios import ERROR, FINISH, started, submit
 
 def test_slot_beyond_the_ring_after_the_shared_configuration_was_overwritten() -> None:
     """Catches: bounds taken from memory that a front end writes: request records read and written out of bounds."""
-    h, front = started(visibility_polls=3)
+    h, front = started(visibility_us=3)
     shared = h.control["config"]
     shared["slots"], shared["max_len"], shared["rings"], shared["pages"] = 4096, 1 << 24, 256, 2**31 - 1
     h.strays.add((0, 4000, 9))

@@ -11,7 +11,7 @@ from blink_core.abi.definition import SLOT as SLOT_STRUCT
 from blink_core.abi.dtypes import SLOT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, Op
 from tests.unit.device.expectations import deserved
-from tests.unit.device.front_end import FrontEnd, entry, seal
+from tests.unit.device.front_end import FrontEnd, entry, record_of, seal
 from tests.unit.device.harness import VOCAB, Harness, small_config
 
 FIELDS = [f.name for f in SLOT_STRUCT.fields]
@@ -44,7 +44,7 @@ def bystanders(h: Harness) -> list[Any]:
 @pytest.mark.parametrize("field", FIELDS)
 def test_fuzzed_field(field: str, sealed: bool) -> None:
     """Catches: a descriptor value that hangs, crashes, reads out of bounds, hits another request, or gets no reason."""
-    h = Harness(small_config(rings=2, page_size=4, pages=2 + 4, visibility_polls=3))
+    h = Harness(small_config(rings=2, page_size=4, pages=2 + 4, visibility_us=3))
     h.attach()
     front, rng = h.fronts[0], np.random.default_rng(len(field) * 2 + sealed)
     refused = 0
@@ -55,13 +55,13 @@ def test_fuzzed_field(field: str, sealed: bool) -> None:
         assert x is not None
         x.refusal = deserved(h.config, x.descriptor, x.generation, front.views["arena"])
         refused += x.refusal is not None
-        for _ in range(h.config.visibility_polls + 1):
+        for _ in range(h.config.visibility_us + 1):
             h.poll()
         if x.refusal is not None:
             assert x.terminal == (EventKind.ERROR, x.refusal, 0), f"{field} = {value}"
         h.settle()
         assert all(o.terminal == (EventKind.FINISH, FinishReason.LENGTH, 4) for o in others), f"{field} = {value}"
-    if not sealed or field not in ("seed", "choice", "tag"):
+    if not sealed or field not in ("seed", "choice", "tag", "deadline_us", "top_k"):
         assert refused > 0, "no drawn value was refused: this fuzzes nothing"
 
 
@@ -72,14 +72,14 @@ def test_reserved_bytes_are_covered_by_the_checksum() -> None:
     front = h.fronts[0]
     x = front.submit([1, 2], 2, flags=1, refusal=ErrorReason.CHECKSUM)
     assert x is not None
-    front.views["slots"].view(np.uint8)[x.slot * SLOT.itemsize + 200] ^= 1
+    front.views["slots"].view(np.uint8)[x.slot * SLOT.itemsize + 250] ^= 1
     h.settle()
     assert x.terminal == (EventKind.ERROR, ErrorReason.CHECKSUM, 0)
 
 
 def test_descriptor_that_becomes_visible_late() -> None:
     """Catches: a torn descriptor or prompt refused at once, or taken as it is, instead of being read again."""
-    h = Harness(small_config(visibility_polls=5))
+    h = Harness(small_config(visibility_us=5))
     h.attach()
     front = h.fronts[0]
     for part in ("slots", "arena"):
@@ -115,18 +115,44 @@ def test_prompt_of_foreign_tokens() -> None:
             assert x.terminal == (EventKind.ERROR, ErrorReason.BAD_TOKEN, 0)
 
 
+def test_bias_of_foreign_tokens_and_values() -> None:
+    """Catches: a logit bias at an id outside the vocabulary, or of no number, that reaches the sampler."""
+    h = Harness(small_config())
+    h.attach()
+    front = h.fronts[0]
+    bad = [(VOCAB, 1.0), (-1, 1.0), (2**31 - 1, 1.0), (1, float("nan")), (1, float("inf")), (1, float("-inf"))]
+    for place in range(3):
+        for pair in bad:
+            bias: list[tuple[int, float]] = [(4, 1.0), (5, -1.0), (6, 2.0)]
+            bias[place] = pair
+            reason = ErrorReason.BAD_TOKEN if pair[1] == 1.0 else ErrorReason.BAD_PARAM
+            x = front.submit([1, 2, 3], 2, flags=1, bias=bias, refusal=reason)
+            h.settle()
+            assert x is not None
+            assert x.terminal == (EventKind.ERROR, reason, 0)
+    one_more = front.submit([1, 2, 3], 2, bias=[(i, 1.0) for i in range(4)], refusal=ErrorReason.BAD_PARAM)
+    h.settle()
+    assert one_more is not None
+    assert one_more.terminal == (EventKind.ERROR, ErrorReason.BAD_PARAM, 0)
+
+
 def test_extent_at_the_end_of_the_arena() -> None:
     """Catches: a prompt read beyond the arena, into the completion queue, or an off-by-one refusal at its end."""
     h = Harness(small_config())
     h.attach()
     front, size = h.fronts[0], h.config.arena_tokens
-    for offset, length in ((size - 3, 3), (size - 2, 3), (size, 1), (size - 23, 23)):
-        prompt = [1 + i % 5 for i in range(length)]
-        x = front.submit(prompt, 1, flags=1, corrupt={"prompt_offset": offset})
+    for offset, length, pairs in (
+        *((size - 3, 3, 0), (size - 2, 3, 0), (size, 1, 0), (size - 23, 23, 0)),
+        *((size - 7, 3, 2), (size - 6, 3, 2), (size - 3, 3, 1), (size - 4, 3, 1)),
+    ):
+        prompt, bias = [1 + i % 5 for i in range(length)], [(i, 0.5) for i in range(pairs)]
+        x = front.submit(prompt, 1, flags=1, bias=bias, corrupt={"prompt_offset": offset})
         assert x is not None
-        kept = prompt[: max(0, size - offset)]
+        start = x.slot * front.extent
+        payload = front.views["arena"][start : start + length + 2 * pairs].copy()
+        kept = payload[: max(0, size - offset)]
         front.views["arena"][offset : offset + len(kept)] = kept
-        x.refusal = None if offset + length <= size else ErrorReason.BAD_EXTENT
+        x.refusal = None if offset + length + 2 * pairs <= size else ErrorReason.BAD_EXTENT
         h.settle()
         assert x.terminal is not None
         assert x.terminal[0] == (EventKind.ERROR if x.refusal else EventKind.FINISH)
@@ -134,7 +160,7 @@ def test_extent_at_the_end_of_the_arena() -> None:
 
 def test_random_bytes_in_slots_and_queue() -> None:
     """Catches: bytes under a well-formed entry that crash the engine, or get a second terminal event or none."""
-    h = Harness(small_config(rings=2, slots=4, sq_entries=16, visibility_polls=1))
+    h = Harness(small_config(rings=2, slots=4, sq_entries=16, visibility_us=1))
     h.attach()
     front, rng = h.fronts[0], np.random.default_rng(11)
     for _ in range(120):
@@ -144,7 +170,7 @@ def test_random_bytes_in_slots_and_queue() -> None:
         assert x is not None
         raw = np.frombuffer(rng.bytes(SLOT.itemsize), SLOT).copy()
         chosen = rng.random(len(FIELDS)) < 0.3
-        slot = np.array([x.descriptor])
+        slot = record_of(x.descriptor)
         for name, taken in zip(FIELDS, chosen.tolist(), strict=True):
             if taken:
                 slot[name] = raw[name]
@@ -161,7 +187,7 @@ def test_random_bytes_in_slots_and_queue() -> None:
 
 def test_random_entries() -> None:
     """Catches: an entry with the right sequence number and drawn other bits that hits a request of another ring."""
-    h = Harness(small_config(rings=2, slots=4, sq_entries=16, visibility_polls=1))
+    h = Harness(small_config(rings=2, slots=4, sq_entries=16, visibility_us=1))
     h.attach()
     front, rng = h.fronts[0], np.random.default_rng(13)
     other = h.fronts[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blink_core.abi.enums import EngineState, ErrorReason, FinishReason, LogKind, RequestState
-from tests.unit.device import invariants
+from tests.unit.device import cache_invariants, invariants
 from tests.unit.device.front_end import FrontEnd
 from tests.unit.device.harness import EOS, Harness, next_token, order_of_acceptance, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, request, started, submit
@@ -71,7 +71,7 @@ def test_admission_follows_the_submission_queue() -> None:
 
 def test_rings_take_turns() -> None:
     """Catches: one ring's backlog that is admitted before another ring's first request."""
-    h = Harness(small_config(rings=3, max_rows=1))
+    h = Harness(small_config(rings=3, max_rows=1, quantum=4))
     h.attach()
     for front in h.fronts:
         for i in range(3):
@@ -89,13 +89,13 @@ def test_decodes_go_before_prefill() -> None:
     old = submit(slow, 17, 7)
     for _ in range(12):
         h.tick()
-    young = submit(quick, 12, 12)  # the elder gives way: it is paused
+    young = submit(quick, 12, 12, first=2)  # the elder gives way: it is paused
     for _ in range(6):
         h.tick()
     assert request(h, old).preemptions == 1
     quick.cancel(young)
     h.tick()
-    late = submit(quick, 2, 10)
+    late = submit(quick, 2, 10, first=3)
     h.tick()
     h.tick()
     h.tick()
@@ -150,7 +150,7 @@ def test_paused_rows_give_way_first() -> None:
     for _ in range(6):
         h.tick()
     assert request(h, paused).paused >= 2
-    x = submit(quick, 4, 12)
+    x = submit(quick, 4, 12, first=2)
     h.settle_only(quick)
     assert x.terminal == (FINISH, FinishReason.LENGTH, 12)
     assert {int(e["ring"]) for e in h.entries(LogKind.PREEMPT)} == {0}
@@ -171,7 +171,7 @@ def test_paused_rows_do_not_shut_out_others(rows: int, pages: int) -> None:
     paused = submit(slow, 16, 4)
     for _ in range(8):
         h.tick()
-    x = submit(quick, 12, 4)
+    x = submit(quick, 12, 4, first=2)
     h.settle_only(quick)
     assert x.terminal == (FINISH, FinishReason.LENGTH, 4)
     assert paused.terminal is None
@@ -286,6 +286,19 @@ def test_end_of_sequence_on_a_page_boundary() -> None:
         assert x.terminal[1] == (FinishReason.EOS if ended else FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize(("least", "ends"), [(0, 1), (1, None), (2, None)])
+def test_stop_ids_count_after_min_tokens(least: int, ends: int | None) -> None:
+    """Catches: a stop id that ends a request before min_tokens, or one token later than it may."""
+    h, front = started()
+    first = next_token([1, 2, 3])
+    x = front.submit([1, 2, 3], 6, flags=1, stop_ids=(first,), min_tokens=least)
+    h.settle()
+    assert x is not None
+    later = [i + 1 for i, token in enumerate(x.tokens) if token == first and i + 1 > least]
+    assert x.terminal is not None
+    assert x.terminal[2] == (ends or min([*later, 6]))
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("nan", ErrorReason.NAN_LOGITS), ("range", ErrorReason.MODEL_ERROR), ("unwritten", ErrorReason.MODEL_ERROR)],
@@ -317,22 +330,24 @@ def test_failed_step_ends_its_rows_and_the_engine_goes_on() -> None:
     assert int(h.control["status"]["failures"][0]) == 1
 
 
-def test_ten_thousand_short_requests() -> None:
+@pytest.mark.parametrize("prefix_cache", [0, 1])
+def test_ten_thousand_short_requests(prefix_cache: int) -> None:
     """Catches: Q14 and K02, pages, rows, list entries or counters that a request leaves behind."""
-    h = Harness(small_config(log_level=0, slots=8, sq_entries=32, max_rows=8), checks=False)
+    fields = {"log_level": 0, "slots": 8, "sq_entries": 32, "max_rows": 8, "prefix_cache": prefix_cache}
+    h = Harness(small_config(**fields), checks=False)
     h.attach()
     front, rng = h.fronts[0], np.random.default_rng(7)
-    start, done = h.snapshot(), 0
+    done = 0
     while done < 10_000:
         while done < 10_000 and submit_some(front, rng):
             done += 1
         h.tick()
         if done % 1000 < 8:
             invariants.check_all(h.snapshot())
+            cache_invariants.check_cache(h.snapshot())
     h.settle()
     end = h.snapshot()
     assert len(h.history) == 10_000
-    assert sorted(end.free_list) == sorted(start.free_list)
     assert end.header["arrivals"] == end.header["admissions"] - end.header["preemptions"] == 10_000
 
 
@@ -353,12 +368,15 @@ def test_new_epoch_drops_the_predecessors_requests() -> None:
     h.boundary()
     front.attach()
     h.poll()
-    assert front.acknowledged
     assert h.snapshot().header["live"] == 0
+    assert h.snapshot().quarantine
+    early = front.acknowledged
+    h.run_model()
+    h.boundary()
+    assert front.acknowledged
+    assert not early, "acknowledged while the predecessor's pages are in quarantine"
     assert all(x.terminal is None for x in old)
     new = submit(front, 4, 8)
-    h.poll()
-    h.run_model()
     h.settle()
     assert new.terminal == (FINISH, FinishReason.LENGTH, 8)
     assert int(h.state["rings"]["bad_heads"][0]) == 0, "attaching counts as a bad head"
