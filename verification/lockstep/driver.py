@@ -67,8 +67,26 @@ class Driver:
     def slot(self, ring: int, slot: int, d: Descriptor) -> None:
         self.machine.rings[ring].memory.slots[slot] = d
         bits = observe.float_bits
-        words = (SLOT, ring, slot, int(d.intact), d.generation, d.prompt_len, d.prompt_offset, d.max_tokens)
-        words += (bits(d.temperature), bits(d.top_p), d.seed, d.choice, d.flags, d.n_stop, d.priority, observe.signed(d.deadline_us))
+        words: tuple[int, ...] = (
+            SLOT,
+            ring,
+            slot,
+            int(d.intact),
+            d.generation,
+            d.prompt_len,
+            d.prompt_offset,
+            d.max_tokens,
+        )
+        words += (
+            bits(d.temperature),
+            bits(d.top_p),
+            d.seed,
+            d.choice,
+            d.flags,
+            d.n_stop,
+            d.priority,
+            observe.signed(d.deadline_us),
+        )
         words += (*d.stop_ids, d.tag, d.top_k, bits(d.min_p), bits(d.repetition_penalty), bits(d.presence_penalty))
         words += (bits(d.frequency_penalty), d.min_tokens, d.n_bias, d.logprobs, d.mask_box, len(d.signed), *d.signed)
         self.words += words
@@ -164,7 +182,7 @@ class Driver:
             seen.add("no page free")
         if m.engine in (EngineState.DRAINED, EngineState.STOPPED):
             seen.add("drained" if m.engine == EngineState.DRAINED else "stopped")
-        if any(0 < deficit for r in m.rings for deficit in r.deficit) and len(m.rings) > 1:
+        if any(deficit > 0 for r in m.rings for deficit in r.deficit) and len(m.rings) > 1:
             seen.add("turn passed with a deficit left")
         held = {(r.index, r.sq_next) for r in m.rings if r.torn_since is not None}
         if any(entry[1] == LogKind.ACCEPT and (entry[2], entry[7]) in self._held for entry in m.log):

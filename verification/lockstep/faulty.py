@@ -51,10 +51,12 @@ FIELDS: tuple[Callable[[Any, Descriptor], dict[str, Any]], ...] = (
     lambda c, d: {"signed": (-1, *d.signed[1:])},
     lambda c, d: {"max_tokens": c.max_len, "min_tokens": 0},  # NEVER_FITS in the smallest pools
     lambda c, d: {"signed": (*d.signed[:-1], 0x7F800000)} if d.n_bias else {"top_p": -1.0},
-    lambda c, d: {"signed": (*d.signed[: d.prompt_len], c.vocab, *d.signed[d.prompt_len + 1 :])}
-    if d.n_bias
-    else {"priority": 255},
-    lambda c, d: {"deadline_us": (1 << 63) - 1},
+    lambda c, d: (
+        {"signed": (*d.signed[: d.prompt_len], c.vocab, *d.signed[d.prompt_len + 1 :])}
+        if d.n_bias
+        else {"priority": 255}
+    ),
+    lambda c, d: {"deadline_us": (1 << 64) - 1},
 )
 
 

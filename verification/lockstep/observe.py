@@ -14,12 +14,13 @@ from verification.spec.state import Descriptor, Request
 
 INIT, IDLE_BOUNDARY, LAUNCH, POLL = 0, 1, 2, 3  # which call a record follows
 HEADER = (
-    "step committed boundaries clock arrivals admissions preemptions tokens lookups hits evictions state live in_flight "
-    "idle_cached committed_pages reserved_for reserved_since turn[0] turn[1] turn[2] turn[3]"
+    "step committed boundaries clock arrivals admissions preemptions tokens lookups hits evictions state live "
+    "in_flight idle_cached committed_pages reserved_for reserved_since turn[0] turn[1] turn[2] turn[3]"
 ).split()
 RING = (
     "gpu.epoch_ack gpu.sq_head gpu.cq_tail gpu.lapses epoch sq_next cq_tail cq_published cq_head lease lease_at "
-    "deficit[0] deficit[1] deficit[2] deficit[3] waiting live torn duplicates stale_cancels bad_heads bad_masks planned lapsed"
+    "deficit[0] deficit[1] deficit[2] deficit[3] waiting live torn duplicates stale_cancels "
+    "bad_heads bad_masks planned lapsed"
 ).split()
 REQUEST = (
     "arrival tag expires generation priority prompt_len max_tokens computed emitted published cached row preemptions "
@@ -66,7 +67,16 @@ def observe(m: Machine, call: int) -> list[int]:
     for r in m.rings:
         g = r.memory
         out += (g.epoch_ack, g.sq_head, g.cq_tail, r.lapses, r.epoch, r.sq_next, r.cq_tail, r.cq_published, r.cq_head)
-        out += (r.lease, r.lease_at, *r.deficit, sum(map(len, r.waiting)), r.live, r.torn, r.duplicates, r.stale_cancels)
+        out += (
+            r.lease,
+            r.lease_at,
+            *r.deficit,
+            sum(map(len, r.waiting)),
+            r.live,
+            r.torn,
+            r.duplicates,
+            r.stale_cancels,
+        )
         out += (r.bad_heads, r.bad_masks, r.planned, r.lapsed)
         for waiting in r.waiting:
             for request in waiting:
@@ -107,7 +117,17 @@ def sampling_of(d: Descriptor) -> tuple[int, ...]:
 
 def _request(out: list[int], q: Request) -> None:
     d = q.descriptor
-    out += (q.state, q.arrival, d.tag, signed(q.expires), q.generation, d.priority, d.prompt_len, d.max_tokens, q.computed)
+    out += (
+        q.state,
+        q.arrival,
+        d.tag,
+        signed(q.expires),
+        q.generation,
+        d.priority,
+        d.prompt_len,
+        d.max_tokens,
+        q.computed,
+    )
     out += (q.emitted, q.published, q.cached, q.row, q.preemptions)
     out += (*((q.paused, q.mask_index) if q.row >= 0 else (0, 0)), q.admitted, d.mask_box)
     out += sampling_of(d)
@@ -268,8 +288,7 @@ def describe(config: EngineConfig, record: list[int]) -> list[tuple[str, int]]:
     """A record with the name of each value; a record that breaks off ends the list."""
     out: list[tuple[str, int]] = []
     try:
-        for got in Reader(config, record).walk():
-            out.append(got)
+        out.extend(Reader(config, record).walk())
     except IndexError:
         out.append(("end of record", len(record)))
     return out

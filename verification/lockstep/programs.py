@@ -172,7 +172,7 @@ class Runner:
             self.done["submission queue full"] += 1
             return
         room = self.config.arena_tokens - d.prompt_offset
-        if 0 <= room:
+        if room >= 0:
             self.d.arena(ring, d.prompt_offset, list(d.signed)[:room])
         self.d.slot(ring, slot, d)
         self.d.entry(ring, op, slot, d.generation)

@@ -15,7 +15,8 @@ from verification.lockstep.observe import describe
 CALLS = ("init", "boundary without a step", "boundary that launched", "poll")
 # Clauses to read first when an observable differs.
 CLAUSES = (
-    ("clock", "T2"), ("boundaries", "T3"), ("epoch", "R2"), ("sq_", "R5"), ("cq_head", "R4"), ("bad_heads", "R4"),
+    ("clock", "T2"), ("call", "P1 to P4, A1 to A4"), ("arrivals", "R6, R10"), ("header.live", "L1, L3 to L7"),
+    ("boundaries", "T3"), ("epoch", "R2"), ("sq_", "R5"), ("cq_head", "R4"), ("bad_heads", "R4"),
     ("judged", "R6, R10"), ("duplicates", "R6"), ("torn", "R8"), ("stale_cancels", "R10"), ("event", "R9, C3, L1"),
     ("cq_", "R9"), ("mask", "R11"), ("lease", "L4, R10"), ("laps", "L4"), ("deficit", "A2"), ("turn", "A2, A7"),
     ("reserved", "A5 to A7"), ("waiting", "L2"), ("planned", "P3"), ("paused", "P2"), ("plan", "P1 to P4, A4"),

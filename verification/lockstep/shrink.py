@@ -1,4 +1,4 @@
-"""Makes a program that shows a difference as small as it gets, without hypothesis: for searches over random programs."""
+"""Makes a program that shows a difference small, without hypothesis: for searches over random programs."""
 
 from __future__ import annotations
 

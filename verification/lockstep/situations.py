@@ -128,5 +128,3 @@ def _from_log(log: list[tuple[int, ...]], reservation_steps: int) -> Iterable[st
             slots.add((ring, slot))
             newest[ring, slot] = generation
         before = entry
-
-

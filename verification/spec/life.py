@@ -7,36 +7,28 @@ from verification.spec import kv
 from verification.spec.state import Request, Ring, State
 
 
-def write_event(
-    s: State,
-    ring: Ring,
-    slot: int,
-    kind: EventKind,
-    reason: int,
-    generation: int,
-    index: int,
-    token: int,
-    bits: int = 0,
-) -> None:
-    """R9: the next event of the ring."""
-    s.events.append((ring.index, ring.cq_tail, slot, kind, reason, generation, index, token, bits, s.step))
+def write_event(s: State, ring: Ring, *fields: int) -> None:
+    """R9: the next event of the ring; fields: slot, kind, reason or count, generation and what the kind says."""
+    s.events.append((ring.index, ring.cq_tail, *fields))
     ring.cq_tail += 1
 
 
 def finish(s: State, request: Request, reason: FinishReason) -> None:
-    emitted, cached = request.emitted, request.cached
-    s.note(LogKind.FINISH, request, reason, emitted, let_go(s, request))
-    write_event(s, request.ring, request.slot, EventKind.FINISH, reason, request.generation, emitted, cached)  # L1
+    _end(s, request, LogKind.FINISH, EventKind.FINISH, reason, request.cached)  # L1
 
 
 def fail(s: State, request: Request, reason: ErrorReason) -> None:
+    _end(s, request, LogKind.ERROR, EventKind.ERROR, reason, -1)
+
+
+def _end(s: State, request: Request, entry: LogKind, kind: EventKind, reason: int, token: int) -> None:
     emitted = request.emitted
-    s.note(LogKind.ERROR, request, reason, emitted, let_go(s, request))
-    write_event(s, request.ring, request.slot, EventKind.ERROR, reason, request.generation, emitted, -1)
+    s.note(entry, request, reason, emitted, let_go(s, request))
+    write_event(s, request.ring, request.slot, kind, reason, request.generation, emitted, token, 0, s.step)
 
 
 def let_go(s: State, request: Request) -> int:
-    """The request is over: it leaves every list and table. Returns the pages released."""
+    """The request is over: it leaves every list and table. Returns the pages released (E3)."""
     if request.state == RequestState.RUNNING:
         s.running.remove(request)
         s.rows.append(request.row)

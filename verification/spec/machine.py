@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import (
     EngineState,
     ErrorReason,
@@ -22,7 +23,7 @@ ENDED = (EngineState.DRAINED, EngineState.STOPPED)
 
 
 class Machine(State):
-    """The specification of one engine: others write `rings[r].memory`, `stop` and `drain`; `boundary` and `poll` act."""
+    """The specification of one engine: others write `rings[r].memory`, `stop`, `drain`; `boundary` and `poll` act."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -34,7 +35,7 @@ class Machine(State):
         ring.poll(self)
 
     def boundary(self, now: int, results: Sequence[Result] = (), failed: bool = False) -> list[PlanRow]:
-        """T3: ends the step in flight with its results (one a plan row) and returns the rows of the next one, if any."""
+        """T3: ends the step in flight with its results, one a plan row; returns the rows of the next one, if any."""
         self.clock = max(self.clock, now)
         self.boundaries += 1
         if self.plan is not None:
@@ -80,7 +81,7 @@ def commit(s: State, results: Sequence[Result], failed: bool) -> None:
         r.planned = 0
     for at, row in enumerate(rows):
         request = row.request
-        if request.state != RequestState.RUNNING:  # C1; a request object is of one generation
+        if request.state != RequestState.RUNNING:  # C1, L5; a request object is of one generation
             continue
         if failed:  # C2
             life.fail(s, request, ErrorReason.MODEL_ERROR)
@@ -91,7 +92,7 @@ def commit(s: State, results: Sequence[Result], failed: bool) -> None:
 
 
 def take_result(s: State, request: Request, result: Result) -> None:  # C3
-    s.note(LogKind.RESULT, request, result.token, result.status, result.logprob)
+    s.note(LogKind.RESULT, request, result.token, result.status, result.logprob)  # E4
     if result.status != StepStatus.OK or not 0 <= result.token < s.config.vocab:
         status = StepStatus(result.status) if result.status in ERROR_OF else StepStatus.FAILED
         life.fail(s, request, ERROR_OF.get(status, ErrorReason.MODEL_ERROR))
@@ -100,12 +101,11 @@ def take_result(s: State, request: Request, result: Result) -> None:  # C3
     r, slot, generation = request.ring, request.slot, request.generation
     count = request.descriptor.logprobs
     for first in range(0, count, 2):
-        pairs = result.tops[first : min(first + 2, count)]
-        flat = [value for pair in pairs for value in pair]
-        s.events.append((r.index, r.cq_tail, slot, EventKind.LOGPROBS, len(pairs), generation, *flat))
-        r.cq_tail += 1
+        pairs = [value for pair in result.tops[first : min(first + 2, count)] for value in pair]
+        life.write_event(s, r, slot, EventKind.LOGPROBS, len(pairs) // 2, generation, *pairs)
     s.note(LogKind.TOKEN, request, request.emitted, result.token)
-    life.write_event(s, r, slot, EventKind.TOKEN, 0, generation, request.emitted, result.token, result.logprob)
+    fields = (generation, request.emitted, result.token, result.logprob, s.step)
+    life.write_event(s, r, slot, EventKind.TOKEN, 0, *fields)
     request.tokens.append(result.token)
     request.emitted += 1
     s.tokens += 1

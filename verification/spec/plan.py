@@ -99,9 +99,10 @@ def cost(s: State, request: Request) -> int:  # A2
 def admit(s: State, rows: list[PlanRow], budget: int) -> None:
     ended = False  # a reservation ended at this boundary: nobody takes one any more (A7)
     for level in range(PRIORITIES):  # A1
-        passed, turn = 0, 0
+        passed: set[Ring] = set()
+        back: int | None = None
         while budget > 0:
-            request = choose(s, level)
+            request = choose(s, level, passed)
             if request is None:
                 break
             while not (fitting := fits(s, request)) and (victim := paused_row(s)) is not None:  # A3
@@ -109,22 +110,18 @@ def admit(s: State, rows: list[PlanRow], budget: int) -> None:
             if fitting:
                 start(s, request)
                 budget -= plan_request(s, rows, request, budget)
-                request.paused = 0
-                passed = 0
+                request.paused = 0  # A4
+                back = None
                 continue
             if not ended:
                 hold_reservation(s, request)
                 if not reservation_due(s):
                     return
                 life.give_up_reservation(s)
-                ended = True
-            turn = turn if passed else request.ring.index  # A7
-            passed += 1
-            s.turn[level] = request.ring.index
-            if passed > s.config.rings:
-                s.turn[level] = turn
-                break
-            pass_turn(s, level)
+                ended, back = True, request.ring.index
+            passed.add(request.ring)
+        if back is not None:
+            s.turn[level] = back
 
 
 def hold_reservation(s: State, request: Request) -> None:  # A5
@@ -135,33 +132,33 @@ def hold_reservation(s: State, request: Request) -> None:  # A5
         s.note(LogKind.RESERVATION, request, 1, 0)
 
 
-def head(s: State, ring: Ring, level: int) -> Request | None:
-    """The ring's head of a class, if it has credits (A2)."""
+def head(s: State, ring: Ring, level: int, passed: set[Ring]) -> Request | None:
+    """The ring's head of a class, if it has credits (A2) and was not passed over (A7)."""
     waiting = ring.waiting[level]
-    return waiting[0] if waiting and has_credits(s, waiting[0]) else None
+    return waiting[0] if waiting and ring not in passed and has_credits(s, waiting[0]) else None
 
 
-def choose(s: State, level: int) -> Request | None:
+def choose(s: State, level: int, passed: set[Ring]) -> Request | None:
     holder = s.reserved
-    if holder is not None and head(s, holder.ring, level) is holder:  # A1
+    if holder is not None and head(s, holder.ring, level, passed) is holder:  # A1
         return holder
-    if all(head(s, ring, level) is None for ring in s.rings):
+    if all(head(s, ring, level, passed) is None for ring in s.rings):
         return None
     while True:  # A2
         ring = s.rings[s.turn[level]]
-        request = head(s, ring, level)
+        request = head(s, ring, level, passed)
         if request is not None and ring.deficit[level] >= cost(s, request):
             return request
-        pass_turn(s, level)
+        pass_turn(s, level, passed)
 
 
-def pass_turn(s: State, level: int) -> None:  # A2
+def pass_turn(s: State, level: int, passed: set[Ring]) -> None:  # A2
     for step in (0, 1):
         s.turn[level] = (s.turn[level] + step) % s.config.rings
         ring = s.rings[s.turn[level]]
         if not ring.waiting[level]:
             ring.deficit[level] = 0
-    request = head(s, ring, level)
+    request = head(s, ring, level, passed)
     if request is not None and ring.deficit[level] < cost(s, request):
         ring.deficit[level] += s.config.quantum
 

@@ -182,7 +182,7 @@ def refuse(s: State, ring: Ring, slot: int, generation: int, index: int, reason:
     if reason != ErrorReason.BAD_ENTRY and newer(generation, ring.judged[slot]):
         ring.judged[slot] = generation
     s.note_at(LogKind.REJECT, ring.index, slot, generation, reason, 0, index)
-    life.write_event(s, ring, slot, EventKind.ERROR, reason, generation, 0, -1)
+    life.write_event(s, ring, slot, EventKind.ERROR, reason, generation, 0, -1, 0, s.step)
 
 
 def cancel(s: State, ring: Ring, slot: int, generation: int, index: int) -> None:  # R10
@@ -208,6 +208,3 @@ def masks(s: State) -> None:  # R11
             continue
         request.mask, request.mask_index = box.bits, request.emitted + 1
         s.note(LogKind.MASK, request, request.emitted, request.descriptor.mask_box)
-
-
-

@@ -15,7 +15,7 @@ LOW = 0xFFFFFFFF
 
 @dataclass(slots=True)
 class Descriptor:
-    """One slot as the front end wrote it. `intact`: its checksum holds; `signed`: the words its payload checksum is of."""
+    """One slot as written. `intact`: its checksum holds; `signed`: the words that its payload checksum is of."""
 
     generation: int = 0
     prompt_len: int = 0
@@ -93,7 +93,7 @@ class Request:
     def __init__(self, ring: Ring, slot: int, descriptor: Descriptor, arrival: int, clock: int) -> None:
         self.ring, self.slot, self.descriptor, self.arrival = ring, slot, descriptor, arrival
         self.generation = descriptor.generation
-        self.expires = clock + descriptor.deadline_us if descriptor.deadline_us else 0
+        self.expires = min(clock + descriptor.deadline_us, (1 << 64) - 1) if descriptor.deadline_us else 0
         self.tokens = list(descriptor.signed[: descriptor.prompt_len])
         pairs = descriptor.signed[descriptor.prompt_len :]
         self.bias = tuple(zip(pairs[::2], pairs[1::2], strict=True))
