@@ -134,6 +134,33 @@ class EngineMemory:
         except psutil.Error:  # it cannot be told now: the deadline decides
             return False
 
+    def log_tail(self) -> int:
+        """Entries that the event log has had so far. On a running engine the newest may still be being written."""
+        return int(self._views["header"]["log_tail"][0])
+
+    def log_entries(self, first: int, last: int) -> Array:
+        """Copies the entries `first` to `last - 1` of the log: LogEntry[n], as they lie now (see `log_tail`)."""
+        return self._entries[np.arange(first, last) & (self.config.log_entries - 1)]
+
+    def payload(self, ring: int, slot: int, generation: int, prompt_len: int, n_bias: int) -> Array | None:
+        """Prompt and logit bias of an accepted request as the engine keeps them: uint32[prompt_len + 2 n_bias].
+
+        None if the slot's request in engine memory is of another generation by now, or the lengths exceed the engine's.
+        """
+        c, v = self.config, self._views
+        index = ring * c.slots + slot
+        if prompt_len > c.max_len or n_bias > c.max_bias or int(v["requests"]["generation"][index]) != generation:
+            return None
+        tokens = v["tokens"][index * c.max_len :][:prompt_len].view(np.uint32)
+        bias = np.frombuffer(v["bias"][index * c.max_bias :][:n_bias].tobytes(), np.uint32)
+        words = np.concatenate([tokens, bias])
+        return words if int(v["requests"]["generation"][index]) == generation else None
+
+    def ring_views(self, ring: int) -> dict[str, Array]:
+        """Arrays over one ring's shared memory, which front ends go on writing."""
+        base = self._layouts["Control"].nbytes + ring * self._layouts["Ring"].nbytes
+        return self._layouts["Ring"].views(memoryview(self._segment.buffer).toreadonly(), base)
+
     def snapshot(self, log_from: int = 0) -> StateSnapshot:
         """Copies the state, and the log from entry `log_from` on. Call it under `hold`, or on an idle engine."""
         v = self._views

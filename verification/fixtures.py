@@ -7,6 +7,7 @@ give may be imported from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from verification.certificate.provenance import model_digest
 from verification.certificate.recorder import Recorder
 from verification.drivers.history import HistoryRunner
 from verification.judge import Judge
+from verification.plugin import context_of
+from verification.plugin_selection import TINY, parametrize_family
 from verification.plugin_session import failed_in_call
 from verification.run_context import RunContext
 from verification.serving import FAULT_SIZES, MODEL_SIZES, TINY_SIZES, Starter, serving, shape_of
@@ -30,14 +33,20 @@ if TYPE_CHECKING:
     import openai
 
     from verification.faults.bench import FaultBench
+    from verification.faults.model import Fault
     from verification.faults.scenario import Scenario
-    from verification.models.tiny import Ratio
     from verification.program import Program, Shape
 
 __all__ = ["PROMPTS", "RING", "EngineLost", "HistoryRunner", "Judge", "Subject"]
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-TINY_RATIOS: dict[str, Ratio] = {"tiny-gqa3": "3:1", "tiny-gqa7": "7:1"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The models behind `family`."""
+    context = context_of(metafunc.config)
+    assert context is not None  # this module is loaded only where there is one
+    parametrize_family(metafunc, context.profile_name)
 
 
 def _replayed(run: RunContext, subject: str) -> Program | None:
@@ -113,28 +122,24 @@ def client(rig: LocalRig, blink_run: RunContext) -> Iterator[openai.OpenAI]:
 def tiny_folder(
     blink_run: RunContext, thresholds: Thresholds, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """`tiny_folder("tiny-gqa3")` gives the folder of a tiny model, built by the run's seed on first use."""
+    """`tiny_folder("qwen2")` gives the folder of a tiny model, built by the run's seed on first use."""
     built: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
-        from verification.models.tiny import build_tiny
+        from verification.models.tiny import build_named
 
         if name not in built:
             path, seed = tmp_path_factory.mktemp(name), blink_run.derive_seed(name, bits=31)
-            build_tiny(path, ratio=TINY_RATIOS[name], seed=seed, thresholds=thresholds.tiny_models)
+            build_named(name, path, seed=seed, thresholds=thresholds.tiny_models)
             built[name] = path
         return built[name]
 
     return folder
 
 
-@pytest.fixture(scope="session", params=sorted(TINY_RATIOS))
-def tiny(
-    request: pytest.FixtureRequest, blink_run: RunContext, thresholds: Thresholds, tiny_folder: Callable[[str], Path]
-) -> Iterator[Subject]:
-    """An engine that serves a tiny random Llama (3:1 or 7:1 heads), whose greedy tokens any KV fault changes."""
-    name = str(request.param)
-    with serving(blink_run, name, tiny_folder(name), TINY_SIZES, http=False) as rig:
+@contextmanager
+def _tiny(run: RunContext, thresholds: Thresholds, name: str, folder: Path, fixture: str) -> Iterator[Subject]:
+    with serving(run, name, folder, TINY_SIZES, http=False) as rig:
         yield Subject(
             name,
             rig,
@@ -142,10 +147,36 @@ def tiny(
             shape_of(rig, requests=(3, 10), most_new=40),
             thresholds,
             TINY_SIZES["max_len"],
-            partial(blink_run.break_rig, fixture=f"tiny[{name}]"),
-            starter=Starter(blink_run, thresholds, TINY_SIZES),
-            replayed=_replayed(blink_run, name),
+            partial(run.break_rig, fixture=fixture),
+            starter=Starter(run, thresholds, TINY_SIZES),
+            replayed=_replayed(run, name),
         )
+
+
+@pytest.fixture(scope="session")
+def tiny(blink_run: RunContext, thresholds: Thresholds, tiny_folder: Callable[[str], Path]) -> Iterator[Subject]:
+    """An engine that serves a tiny random Llama, whose greedy tokens any KV fault changes; for what every model shares.
+
+    `family` gives a test each model family in turn.
+    """
+    with _tiny(blink_run, thresholds, TINY, tiny_folder(TINY), "tiny") as subject:
+        yield subject
+
+
+@pytest.fixture(scope="session")
+def family(
+    request: pytest.FixtureRequest, blink_run: RunContext, thresholds: Thresholds, tiny_folder: Callable[[str], Path]
+) -> Iterator[Subject]:
+    """As `tiny`, once for each tiny model of `verification.models.variants`; in profile smoke for five of them.
+
+    `@pytest.mark.parametrize("family", ["qwen2", "phi3"], indirect=True)` takes others.
+    """
+    name = str(request.param)
+    if name == TINY:
+        yield request.getfixturevalue("tiny")
+        return
+    with _tiny(blink_run, thresholds, name, tiny_folder(name), f"family[{name}]") as subject:
+        yield subject
 
 
 def _about(request: pytest.FixtureRequest, run: RunContext) -> dict[str, Any]:
@@ -177,14 +208,28 @@ def history(request: pytest.FixtureRequest, engine: Subject, judge: Judge, seed:
             judge.keep(None, one)
 
 
+@contextmanager
+def _faults(run: RunContext, name: str, model: Path, **options: Any) -> Iterator[tuple[Scenario, Shape]]:
+    from verification.faults.scenario import Scenario
+
+    with serving(run, name, model, FAULT_SIZES, http=True, capture=False, batch_invariant=True, **options) as rig:
+        yield Scenario(rig), shape_of(rig, requests=(3, 3), most_new=24)
+
+
 @pytest.fixture(scope="session")
 def fault_engine(blink_run: RunContext, tiny_folder: Callable[[str], Path]) -> Iterator[tuple[Scenario, Shape]]:
     """An engine and a front end for fault scenarios, which kill and stop them: a tiny model, batch-invariant."""
-    from verification.faults.scenario import Scenario
+    with _faults(blink_run, "faults", tiny_folder(TINY)) as made:
+        yield made
 
-    options = {"capture": False, "batch_invariant": True}
-    with serving(blink_run, "faults", tiny_folder("tiny-gqa3"), FAULT_SIZES, http=True, **options) as rig:
-        yield Scenario(rig), shape_of(rig, requests=(3, 3), most_new=24)
+
+@pytest.fixture(scope="session")
+def lease_engine(blink_run: RunContext, tiny_folder: Callable[[str], Path]) -> Iterator[tuple[Scenario, Shape]]:
+    """The same with leases so short that scenarios can let them lapse."""
+    from verification.faults.leases import LEASE_US
+
+    with _faults(blink_run, "leases", tiny_folder(TINY), lease_us=LEASE_US) as made:
+        yield made
 
 
 @pytest.fixture
@@ -201,4 +246,8 @@ def fault(request: pytest.FixtureRequest, blink_run: RunContext, judge: Judge) -
     def value(name: str) -> Callable[[], Any]:
         return lambda: request.getfixturevalue(name)
 
-    return FaultBench(blink_run, judge, judge.about["test"]["id"], value("engine"), value("fault_engine"))
+    def scenarios(fault: Fault) -> tuple[Scenario, Shape]:
+        made: tuple[Scenario, Shape] = request.getfixturevalue("lease_engine" if fault.lease_us else "fault_engine")
+        return made
+
+    return FaultBench(blink_run, judge, judge.about["test"]["id"], value("engine"), scenarios)

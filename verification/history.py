@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
 from blink_core.abi.dtypes import EVENT, Array
 from blink_core.abi.enums import EventKind
+from blink_core.frontend.ring_client import decode_logprobs
 from verification.program import Program
 
 
@@ -32,11 +35,14 @@ class Submitted:
 
 @dataclass(slots=True)
 class History:
-    """One run. `events` are in the order of delivery; `cancels` are requests whose cancel was published.
+    """One run. `events` are in the order of delivery: fields of `Event`, or for LOGPROBS seq, slot, generation, kind,
+    count, tokens and logprobs, lists of count. `cancels` are requests whose cancel was published.
 
     broken: what the ring client itself refused (an event out of sequence), else None. died: how the engine was found
     dead or out of reach, else None. complete: every request was submitted, and had its terminal event before the
-    driver's deadline. capture: byte range of the logits capture that was written meanwhile. subject: the engine's name.
+    driver's deadline. calls: what the driver called, in order: ("submit" or "cancel", request), ("poll", events that it
+    gave); empty where that was not recorded. capture: byte range of the logits capture that was written meanwhile.
+    subject: the engine's name.
     """
 
     program: Program
@@ -47,13 +53,20 @@ class History:
     broken: str | None = None
     died: str | None = None
     complete: bool = False
+    calls: list[tuple[str, int]] = field(default_factory=list)
     capture: tuple[int, int] = (0, 0)
     subject: str = ""
 
     def deliver(self, events: Array) -> None:
-        """Appends a batch of `Event` records."""
+        """Appends a batch of `Event` records, as `RingClient.poll` gives them."""
         names = EVENT.names or ()
-        self.events += [dict(zip(names, row, strict=True)) for row in events.tolist()]
+        decoded: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in events.tolist()]
+        pairs = decode_logprobs(events)
+        for at in np.flatnonzero(events["kind"] == EventKind.LOGPROBS).tolist():
+            one, count = pairs[at], int(pairs[at]["count"])
+            decoded[at] = {name: int(one[name]) for name in ("seq", "slot", "generation", "kind", "count")}
+            decoded[at] |= {name: one[name][:count].tolist() for name in ("tokens", "logprobs")}
+        self.events += decoded
 
     def events_of(self, submitted: Submitted) -> Iterator[dict[str, Any]]:
         for event in self.events:
@@ -74,6 +87,7 @@ class History:
             "broken": self.broken,
             "died": self.died,
             "complete": self.complete,
+            "calls": [list(call) for call in self.calls],
             "subject": self.subject,
         }
 
@@ -89,5 +103,6 @@ class History:
             broken=data["broken"],
             died=data["died"],
             complete=bool(data["complete"]),
+            calls=[(str(call), int(number)) for call, number in data.get("calls", ())],
             subject=str(data.get("subject", "")),
         )

@@ -57,7 +57,7 @@ class Judge:
         self.keep_recording(recording(self.about, result, history=history))
 
     def keep_recording(self, content: dict[str, Any]) -> None:
-        """Writes a recording made by `recording` if they were asked for, at most `MAX_EVIDENCE` of them for one test."""
+        """Writes a recording made by `recording` if they were asked for, at most `MAX_EVIDENCE` for one test."""
         folder = self.folder() if self.prompts and len(self.kept) < MAX_EVIDENCE else None
         if folder is not None:
             path = folder / f"failure-{len(self.kept)}.json"

@@ -1,4 +1,4 @@
-"""Which tests run, and on what: rigs behind fixtures, names in markers, the one test of a recording."""
+"""Which tests run, and on what: rigs behind fixtures, families, names in markers, the one test of a recording."""
 
 from __future__ import annotations
 
@@ -20,15 +20,38 @@ RIG_FIXTURES = {
     "client": "rig",
     "history": "rig",
     "tiny": "tiny",
+    "family": "family",
     "fault": "fault_engine",
 }
 
+TINY = "llama-gqa3"  # the model behind fixture `tiny`
+# Both head ratios, and of each kind of layer that differs from Llama's one model; other profiles take all there are.
+SMOKE_FAMILIES = (TINY, "llama-gqa7", "mistral-window", "phi3-longrope", "qwen3-moe")
+
+
+def families(profile: str) -> tuple[str, ...]:
+    """Names of the tiny models that fixture `family` gives in a profile."""
+    if profile == "smoke":
+        return SMOKE_FAMILIES
+    from verification.models.variants import tiny_names  # imports transformers
+
+    return tiny_names()
+
+
+def parametrize_family(metafunc: pytest.Metafunc, profile: str) -> None:
+    """One test for each model of the profile, where a test uses `family` and does not say which ones itself."""
+    own = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    names = {name.strip() for given in own for name in (given.split(",") if isinstance(given, str) else given)}
+    if "family" in metafunc.fixturenames and "family" not in names:
+        metafunc.parametrize("family", families(profile), indirect=True, scope="session")
+
 
 def rigs_of(item: pytest.Item) -> set[str]:
-    """Which rigs a test uses: "rig", "tiny[tiny-gqa3]": each parameter of a fixture starts an engine of its own."""
+    """Which rigs a test uses: "rig", "family[qwen2]": each parameter of a fixture starts an engine of its own."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     starters = {RIG_FIXTURES[name] for name in getattr(item, "fixturenames", ()) if name in RIG_FIXTURES}
-    return {f"{name}[{parameters[name]}]" if name in parameters else name for name in starters}
+    rigs = {f"{name}[{parameters[name]}]" if name in parameters else name for name in starters}
+    return {"tiny" if rig == f"family[{TINY}]" else rig for rig in rigs}
 
 
 def unknown_names(item: pytest.Item) -> str | None:

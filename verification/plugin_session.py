@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -54,6 +54,12 @@ def failed_in_call(item: pytest.Item) -> bool:
     """Whether the test's own body has failed; for fixtures, whose teardown comes after it."""
     found = item.stash.get(_PHASES, {}).get("call")
     return found is not None and found.outcome not in (Outcome.PASSED, Outcome.SKIPPED)
+
+
+def leave_out(item: pytest.Item, reason: str) -> NoReturn:
+    """End a test as `filtered`: it is not for this subject. For fixtures; a required test may not end so."""
+    item.stash[_HINT] = Classification(Outcome.FILTERED, f"filtered: {reason}")
+    pytest.skip(reason)
 
 
 class SessionPlugin:

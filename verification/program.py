@@ -13,18 +13,23 @@ from typing import Any
 from blink_core.abi.params import SamplingParams
 from verification.sampling_draw import draw_sampling
 
+FAR_DEADLINE_US = 3_600_000_000  # an hour: it is kept in view all the time, and passes in no run
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request. `after`: submitted once so many events were seen in all, or once nothing else is outstanding.
+    """One request. `after`: submitted once so many TOKEN and terminal events were seen in all, or once nothing else is
+    outstanding.
 
-    `cancel_after`: cancelled once so many of its own tokens were seen (0: right after its submission).
+    `cancel_after`: cancelled once so many of its own tokens were seen (0: right after its submission). `mask_seed`:
+    each of its tokens has a grammar mask drawn from it (`verification.masks`); None: no masks.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     after: int = 0
     cancel_after: int | None = None
+    mask_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Program:
 
         return cls(
             tuple(
-                RequestSpec(tuple(r["prompt"]), params(r["params"]), r["after"], r["cancel_after"])
+                RequestSpec(tuple(r["prompt"]), params(r["params"]), r["after"], r["cancel_after"], r.get("mask_seed"))
                 for r in data["requests"]
             )
         )
@@ -56,7 +61,7 @@ class Shape:
     """What programs are drawn for. All lengths are tokens; `page_size` is where they are biased to.
 
     requests: fewest and most. longest: of prompt and output together. cancels, sampled: share of requests that are
-    cancelled, and that have a temperature above 0.
+    cancelled, and that have a temperature above 0. masks: mask mailboxes of the ring; without one no request is masked.
     """
 
     vocab: int
@@ -67,6 +72,7 @@ class Shape:
     cancels: float = 0.2
     sampled: float = 0.25
     ignore_eos: bool = True
+    masks: int = 0
 
 
 def _length(rng: random.Random, shape: Shape, most: int) -> int:
@@ -81,8 +87,22 @@ def _length(rng: random.Random, shape: Shape, most: int) -> int:
     return min(most, max(1, pages * shape.page_size + rng.choice((-1, 0, 1))))
 
 
+def _continuation(rng: random.Random, shape: Shape, other: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt that begins like another one: for whole pages, give or take a token, or for any length."""
+    pages = len(other) // shape.page_size
+    if pages and rng.random() < 0.75:
+        shared = rng.randint(1, pages) * shape.page_size + rng.choice((-1, 0, 1))
+    else:
+        shared = rng.randint(1, len(other))
+    return other[:shared] + own
+
+
 def draw_program(rng: random.Random, shape: Shape, texts: Sequence[Sequence[int]] = ()) -> Program:
-    """Draws a program. texts: token ids of real prompts, mixed with random ids; some prompts share a beginning."""
+    """Draws a program. texts: token ids of real prompts, mixed with random ids.
+
+    Some prompts share a beginning; half of those come when whatever was before has ended, so that the prefix cache
+    alone can have it.
+    """
     count = rng.randint(*shape.requests)
     requests: list[RequestSpec] = []
     for index in range(count):
@@ -92,19 +112,25 @@ def draw_program(rng: random.Random, shape: Shape, texts: Sequence[Sequence[int]
             prompt = tuple(texts[rng.randrange(len(texts))])[:room]
         else:
             prompt = tuple(rng.randrange(shape.vocab) for _ in range(_length(rng, shape, room)))
-        if requests and rng.random() < 0.25:
+        after = rng.randint(0, 3 * index) if index and rng.random() < 0.5 else 0
+        if requests and rng.random() < 0.35:
             other = requests[rng.randrange(index)].prompt
-            prompt = (other[: rng.randint(1, len(other))] + prompt)[:room]
+            prompt = _continuation(rng, shape, other, prompt)[:room]
+            if rng.random() < 0.5:
+                after = sum(r.params.max_tokens + 1 for r in requests)  # or once nothing else is outstanding
         hot = rng.random() < shape.sampled
         params = SamplingParams(
             max_tokens=new,
             seed=rng.getrandbits(64),
             ignore_eos=shape.ignore_eos,
+            priority=rng.choice((0, 1, 2, 3)) if rng.random() < 0.3 else 0,
+            prefix_cache=rng.random() >= 0.1,
+            deadline_us=FAR_DEADLINE_US if rng.random() < 0.1 else 0,
             **draw_sampling(rng, shape.vocab, new, hot=hot),
         )
         cancel = rng.randint(0, new) if rng.random() < shape.cancels else None
-        after = rng.randint(0, 3 * index) if index and rng.random() < 0.5 else 0
-        requests.append(RequestSpec(prompt, params, after, cancel))
+        mask = rng.getrandbits(32) if shape.masks and rng.random() < 0.15 else None
+        requests.append(RequestSpec(prompt, params, after, cancel, mask))
     if all(r.cancel_after is not None for r in requests):  # a program of which nothing need finish decides nothing
         requests[-1] = replace(requests[-1], cancel_after=None)
     return Program(tuple(requests))

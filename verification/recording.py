@@ -28,7 +28,7 @@ class RecordingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What `--replay` needs of a recording. subject: the engine that ran it ("model", "tiny-gqa3" ...)."""
+    """What `--replay` needs of a recording. subject: the engine that ran it ("model", "llama-gqa3" ...)."""
 
     path: Path
     test: str

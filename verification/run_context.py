@@ -116,7 +116,7 @@ class RunContext:
     def break_rig(self, reason: str, *, fixture: str = "rig") -> None:
         """Declare a rig unusable: every later test that uses it is `blocked`. The first reason stays.
 
-        fixture: the fixture that started it, "rig" or, for each of its parameters, "tiny[tiny-gqa3]"; tests of the
+        fixture: the fixture that started it, "rig" or, for each of its parameters, "family[qwen2]"; tests of the
         others go on.
         """
         self.broken.setdefault(fixture, reason)

@@ -23,6 +23,7 @@ from verification.thresholds import Thresholds
 # Small on purpose: the pool is a fraction of what the drawn programs ask for, so that preemption and reuse must occur.
 MODEL_SIZES = {"pages": 66, "max_rows": 8, "token_budget": 64, "max_len": 512, "slots": 64, "sq_entries": 256}
 TINY_SIZES = {"pages": 18, "max_rows": 6, "token_budget": 24, "max_len": 160, "slots": 16, "sq_entries": 64}
+TINY_SIZES |= {"quantum": 48, "masks": 4}  # a quantum below the cost of most requests: turns are given up and come back
 # Few slots and events, so that a front end that gives no credits back soon pauses its rows.
 FAULT_SIZES = {"pages": 130, "max_rows": 8, "token_budget": 64, "max_len": 256, "slots": 8, "cq_entries": 64}
 COMMON_SIZES = {"cq_entries": 1024, "arena_tokens": 1 << 14, "log_entries": 1 << 18, "log_level": int(LogLevel.ALL)}
@@ -47,9 +48,11 @@ def options_of(sizes: dict[str, int], logs: Path | None, **options: Any) -> Loca
 
 @contextlib.contextmanager
 def serving(
-    run: RunContext, name: str, model: Path, sizes: dict[str, int], *, http: bool, **options: Any
+    run: RunContext, name: str, model: Path | None, sizes: dict[str, int], *, http: bool, **options: Any
 ) -> Iterator[LocalRig]:
-    """The run's rig, serving a model while inside. name: unique within the run and worker; it names all resources.
+    """The run's rig, serving a model while inside; None for the no-op model, where the scheduler alone is judged.
+
+    name: unique within the run and worker; it names all resources.
 
     An exclusive rig is waited for only while another worker of this same run has it. Raises RigBroken when an engine
     does not start, InfrastructureError when somebody else has the rig.
@@ -83,7 +86,7 @@ def shape_of(rig: LocalRig, requests: tuple[int, int], most_new: int) -> Shape:
     config = rig.descriptor.config
     usable = (config.pages - 2) * config.page_size
     longest = min(config.max_len, usable)
-    return Shape(vocab=config.vocab, page_size=config.page_size, longest=longest, requests=requests, most_new=most_new)
+    return Shape(config.vocab, config.page_size, longest, requests, most_new, masks=config.masks)
 
 
 class Starter:

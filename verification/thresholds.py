@@ -47,6 +47,15 @@ class TokenThresholds(KVThresholds):
     ties: TieLimit
 
 
+class SamplingThresholds(_Strict):
+    near: Fraction
+    near_logit: Fraction
+    excused: TieLimit
+    logprob_tolerance: Fraction
+    repeated_tolerance: Fraction
+    error_rate: Fraction
+
+
 class TinyModelThresholds(_Strict):
     margin_factor: Positive
     min_kill_fraction: Annotated[float, Field(gt=0, le=1)]
@@ -59,6 +68,7 @@ class Thresholds(_Strict):
     version: Annotated[int, Field(ge=1, le=1)]
     tokens: TokenThresholds
     kv: KVThresholds
+    sampling: SamplingThresholds
     tiny_models: TinyModelThresholds
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class SamplingParams:
     """Limits, randomness and class of one request. The scheduler validates them again from the slot (design section 3).
 
-    They are applied in this order (design section 7): logit_bias, min_tokens, repetition_penalty, presence and frequency
-    penalties, temperature, top_k, top_p, min_p.
-    max_tokens: at least 1. temperature: 0 means greedy. top_p: in (0, 1]. seed: 64 bits. choice: 32 bits, apart for each
-    of n choices. stop_token_ids: at most 8 ids. top_k: 0 keeps all. min_p: in [0, 1]. repetition_penalty: above 0.
+    They are applied in this order (design section 7): logit_bias, min_tokens, repetition_penalty, presence and
+    frequency penalties, temperature, top_k, top_p, min_p.
+    max_tokens: at least 1. temperature: 0 means greedy. top_p: in (0, 1]. seed: 64 bits. choice: 32 bits, apart for
+    each of n choices. stop_token_ids: at most 8 ids. top_k: 0 keeps all. min_p: in [0, 1]. repetition_penalty: above 0.
     logit_bias: (token id, bias) pairs with different ids, at most Config.max_bias. min_tokens: at most max_tokens.
     logprobs: alternatives reported with each token, at most Config.max_logprobs. priority: class below
     definition.PRIORITIES, 0 is served first. deadline_us: microseconds from acceptance, 0 for none. prefix_cache: False

@@ -267,6 +267,24 @@ class RingClient:
         self._await(work)
         return handle
 
+    def publish_entries(self, entries: Sequence[tuple[int, int, int]]) -> int:
+        """Publishes (operation, slot, generation) as they are, in this client's order; returns the queue's new tail.
+
+        Verification uses it to publish entries that no front end would, also of unknown operations. Nothing of the
+        client's requests changes: events of these entries come from `poll` like any other. Raises RingFull, with
+        nothing published, when the queue has no room for all of them.
+        """
+        with self._lock:
+            space = self._sq_space()
+            if space < len(entries):
+                size = self.config.sq_entries
+                raise RingFull(f"{len(entries)} entries for a submission queue with {space} free of {size}")
+            works = [self._publish(operation, slot, generation) for operation, slot, generation in entries]
+            tail = self._sq_tail
+        for work in works:
+            self._await(work)
+        return tail
+
     def _pick_box(self, box: int | None) -> int | None:
         """The mailbox to use; not yet taken."""
         if box is None:
@@ -306,7 +324,7 @@ class RingClient:
         self._await(work)
         return True
 
-    def _publish(self, op: Op, slot: int, generation: int) -> int:
+    def _publish(self, op: int, slot: int, generation: int) -> int:
         at = self._at["sq"] + 8 * (self._sq_tail & (self.config.sq_entries - 1))
         work = self._write(at, sq_word(self._sq_tail, op, slot, generation).to_bytes(8, "little"))
         self._sq_tail += 1

@@ -29,8 +29,9 @@ class Plan:
     rows: PlanRow[R]. token_ids, positions: int32[T]. kv_slots: int64[T]. block_tables: uint32[R, P] page ids, P the
     longest table of the step. results: StepResult[R], to be filled for rows with `sample` set. sampling: Sampling[R].
     bias: BiasPair[R, max_bias], the first n_bias of a row count. tokens: R views int32[max_len], of a sampled row the
-    first context_len are its prompt and output. masks: uint32[R, mask_words], counts for rows with `masked` set. eos_ids:
-    int32[E]. top_tokens, top_logprobs: int32 and float32 [R, max_logprobs], to be filled for the alternatives asked for.
+    first context_len are its prompt and output. masks: uint32[R, mask_words], counts for rows with `masked` set.
+    eos_ids: int32[E]. top_tokens, top_logprobs: int32 and float32 [R, max_logprobs], to be filled for the alternatives
+    asked for.
 
     A row whose request was cancelled meanwhile may show its successor's sampling, bias and tokens, checked or not; what
     it gives is dropped.
@@ -164,6 +165,9 @@ def noop_step(plan: Plan) -> None:
     results["token"] = (plan.rows["request"] * 31 + plan.rows["context_len"] * 7) % 251
     results["logprob"] = 0.0
     results["status"] = StepStatus.OK
+    rank = np.arange(plan.top_tokens.shape[1], dtype=np.int32)
+    plan.top_tokens[:] = (results["token"][:, None] + rank) % 251  # the token itself, and its neighbours behind it
+    plan.top_logprobs[:] = -rank
 
 
 def poison(pool: np.ndarray[Any, np.dtype[np.float32]]) -> None:

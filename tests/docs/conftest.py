@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verification.models.tiny import build_tiny
+from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a guide may touch. Where the native module lies elsewhere, its import is not the copy's business.
@@ -21,49 +21,51 @@ FILES = ("pyproject.toml", "CMakeLists.txt", "conftest.py", "README.md", "Makefi
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("guide-model") / "tiny", seed=3).path
+    return build_named("llama-gqa3", tmp_path_factory.mktemp("guide-model") / "tiny", seed=3).path
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """A clone, as the reader of a guide has it."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in COPIED:
-        shutil.copytree(ROOT / name, tmp_path / "blink" / name, ignore=ignore)
-    for name in FILES:
-        shutil.copy(ROOT / name, tmp_path / "blink" / name)
-    return tmp_path / "blink"
+Clone = Callable[[str], tuple[Path, dict[str, str]]]
 
 
-@pytest.fixture
-def environment(tmp_path: Path, model: Path) -> Callable[[Path], dict[str, str]]:
-    """The environment of a guide's commands, for a copy of the sources."""
+@pytest.fixture(scope="session")
+def new_clone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Clone:
+    """`new_clone(name)` gives the folder of a clone, as the reader of a guide has it, and its commands' environment."""
 
-    def make(sources: Path) -> dict[str, str]:
-        import blink_core._native as native
-
-        built = Path(str(native.__file__))
-        if not (sources / "blink_core" / built.name).exists():
-            shutil.copy(built, sources / "blink_core" / built.name)
-        installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-        plugin = "" if installed else "-p verification.plugin "
-        scripts = tmp_path / "bin"
-        scripts.mkdir(exist_ok=True)
-        commands = {
-            "python": f'exec "{sys.executable}" "$@"',
-            "blink": f'exec "{sys.executable}" -m verification.cli "$@"',
-            "pytest": f'exec "{sys.executable}" -m pytest {plugin}"$@"',
-        }
-        for name, line in commands.items():
-            (scripts / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-            (scripts / name).chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
-        return kept | {
-            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(sources),
-            "BLINK_HOME": str(tmp_path / "home"),
-            "MODEL": str(model),
-            "COLUMNS": "160",
-        }
+    def make(name: str) -> tuple[Path, dict[str, str]]:
+        folder = tmp_path_factory.mktemp(name.removesuffix(".md"))
+        sources = folder / "blink"
+        for package in COPIED:
+            shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in FILES:
+            shutil.copy(ROOT / file, sources / file)
+        return sources, _environment(folder, sources, model)
 
     return make
+
+
+def _environment(folder: Path, sources: Path, model: Path) -> dict[str, str]:
+    import blink_core._native as native
+
+    built = Path(str(native.__file__))
+    if not (sources / "blink_core" / built.name).exists():
+        shutil.copy(built, sources / "blink_core" / built.name)
+    installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
+    plugin = "" if installed else "-p verification.plugin "
+    scripts = folder / "bin"
+    scripts.mkdir()
+    commands = {
+        "python": f'exec "{sys.executable}" "$@"',
+        "blink": f'exec "{sys.executable}" -m verification.cli "$@"',
+        "pytest": f'exec "{sys.executable}" -m pytest {plugin}"$@"',
+    }
+    for name, line in commands.items():
+        (scripts / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (scripts / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
+    return kept | {
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(sources),
+        "BLINK_HOME": str(folder / "home"),
+        "MODEL": str(model),
+        "COLUMNS": "160",
+    }

@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.docs.conftest import Clone
 from tests.docs.runner import GuideError, blocks, run_block
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GUIDES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+GUIDES = [name for name in PAGES if name != "rules.md"]  # of which there is nothing to run
+_LONGEST = ("add_a_mutant.md", "add_a_model.md", "add_a_property.md")  # compiles; the others start engines
 
 
+@pytest.fixture(scope="session")
+def walks(request: pytest.FixtureRequest, new_clone: Clone) -> Iterator[dict[str, Future[None]]]:
+    """The selected guides, each followed in a clone of its own, two at a time: most of it is processes that start."""
+
+    def walk(name: str) -> None:
+        folder, environment = new_clone(name)
+        for block in blocks(DOCS / name):
+            run_block(block, folder, environment)
+
+    selected = {name for item in request.session.items for name in GUIDES if item.name == f"test_guide_works[{name}]"}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(walk, name) for name in sorted(selected, key=lambda name: name not in _LONGEST)}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(600)  # a guide may have to wait for the others
 @pytest.mark.parametrize("name", GUIDES)
-def test_guide_works(name: str, sources: Path, environment: Callable[[Path], dict[str, str]]) -> None:
+def test_guide_works(name: str, walks: dict[str, Future[None]]) -> None:
     """Catches: a guide that was right once: a renamed function, a moved file, a command that prints something else."""
-    todo = blocks(DOCS / name)
-    assert todo, f"{name} has nothing that can be run"
-    where = environment(sources)
-    for block in todo:
-        run_block(block, sources, where)
+    assert blocks(DOCS / name), f"{name} has nothing that can be run"
+    walks[name].result()
 
 
 def test_readme_links_the_guides() -> None:
     """Catches: a guide that nobody finds."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in GUIDES if f"docs/{name}" not in readme] == []
+    assert [name for name in PAGES if f"docs/{name}" not in readme] == []
     wanted = {"map.md", *(f"add_a_{what}.md" for what in ("property", "fault", "mutant", "model", "rig"))}
     assert wanted <= set(GUIDES)
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", PAGES)
 def test_named_files_are_there(name: str) -> None:
     """Catches: a path in a guide that was moved or renamed; one that the guide itself makes is excepted."""
     text = (DOCS / name).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
-from verification.models.tiny import build_tiny
+from verification.models.tiny import build_named
 
 SIZES = {"pages": 130, "max_rows": 8, "token_budget": 64, "max_len": 256, "slots": 64, "sq_entries": 256}
 
@@ -18,7 +18,7 @@ SIZES = {"pages": 130, "max_rows": 8, "token_budget": 64, "max_len": 256, "slots
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with tokeniser and chat template."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    build_tiny(folder, ratio="3:1", seed=1)
+    build_named("llama-gqa3", folder, seed=1)
     return folder
 
 

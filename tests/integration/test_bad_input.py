@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,8 @@ def test_client_vanishes_mid_stream(tiny_rig: LocalRig) -> None:
         assert response.status_code == 200
         next(response.iter_lines())
     snapshot = settled(tiny_rig)
-    assert len(snapshot.free_list) == len(before.free_list)
+    free, cached = len(before.free_list), int(before.header["idle_cached"])
+    assert len(snapshot.free_list) + int(snapshot.header["idle_cached"]) == free + cached
     new = snapshot.log[logged - snapshot.log_lost :]
     (ended,) = new[new["kind"] == LogKind.FINISH]
     assert ended["a"] == FinishReason.CANCELLED
@@ -73,32 +72,6 @@ def test_prompt_lengths(tiny_rig: LocalRig, length: int, status: int) -> None:
 def test_max_tokens(tiny_rig: LocalRig, max_tokens: int) -> None:
     """Catches: a request that asks for nothing and waits for ever."""
     assert completion(tiny_rig, prompt=[1], max_tokens=max_tokens).status_code == 400
-
-
-def test_burst(tiny_rig: LocalRig) -> None:
-    """1,000 requests at once on 64 slots: each is answered, with tokens or with 429 and Retry-After.
-
-    Catches: a request lost or hung under overload, a leak on the refusal path.
-    """
-
-    body = {"model": tiny_rig.model_name, "prompt": [3, 4], "max_tokens": 2, "temperature": 0}
-    url = f"{tiny_rig.base_url}/v1/completions"
-
-    async def burst() -> list[httpx.Response]:
-        async with contextlib.AsyncExitStack() as stack:
-            # Forty clients of 25 connections: httpx's pool takes time quadratic in its connections.
-            clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=120.0)) for _ in range(40)]
-            return await asyncio.gather(*(client.post(url, json=body) for client in clients for _ in range(25)))
-
-    responses = asyncio.run(burst())
-    codes = [r.status_code for r in responses]
-    assert set(codes) <= {200, 429}, sorted(set(codes))
-    assert codes.count(200) >= 64
-    assert all("retry-after" in r.headers for r in responses if r.status_code == 429)
-    texts = {r.json()["choices"][0]["text"] for r in responses if r.status_code == 200}
-    assert len(texts) == 1, "the same greedy request got different answers"
-    snapshot = settled(tiny_rig)
-    assert check_snapshot(snapshot).ok()
 
 
 def refused_start(model: Path) -> str:

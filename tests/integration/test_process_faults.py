@@ -17,7 +17,7 @@ from blink_core.abi.enums import EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
-from verification.models.tiny import build_tiny
+from verification.models.tiny import build_named
 
 DEADLINE_S = 60.0
 MAX_LEN = 8192
@@ -27,7 +27,7 @@ LEASE_US = 1_500_000
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("long"), max_positions=MAX_LEN).path
+    return build_named("llama-gqa3", tmp_path_factory.mktemp("long"), max_positions=MAX_LEN).path
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ class Stream:
     """A streamed completion read by its own thread: pieces and error so far."""
 
     def __init__(self, rig: LocalRig, max_tokens: int) -> None:
-        self.pieces, self.error, self.failure = 0, None, ""
+        self.pieces, self.failure = 0, ""
+        self.error: Any = None
         self.finished = False
         self._first = threading.Event()
         self._body = request_of(rig, max_tokens=max_tokens)

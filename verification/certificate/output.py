@@ -83,10 +83,13 @@ def finish(
     sign(folder, report, private)
 
 
+_ATTACHED = (("timeline.txt", "text/plain"), ("history.svg", "image/svg+xml"), ("failure.json", "application/json"))
+
+
 def _attach(folder: Path, bundle: Path) -> list[dict[str, str]]:
     """Copies the readable part of a bundle beside allure's results; returns them as allure's attachments."""
     attachments = []
-    for name, kind in (("timeline.txt", "text/plain"), ("failure.json", "application/json")):
+    for name, kind in _ATTACHED:
         if (bundle / name).is_file():
             source = f"{sha256(f'{bundle.name}/{name}'.encode()).hexdigest()[:32]}-attachment{Path(name).suffix}"
             shutil.copyfile(bundle / name, folder / source)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from blink_core.abi.enums import ErrorReason
 from verification.history import History
 from verification.judge import Judge
 from verification.program import Program, RequestSpec, draw_program
@@ -45,13 +46,19 @@ class HistoryRunner:
         self.ran.append(history)
         return history
 
-    def check(self, history: History, *, on: Subject | None = None) -> CheckResult:
+    def check(
+        self, history: History, *, on: Subject | None = None, explained: Collection[ErrorReason] = ()
+    ) -> CheckResult:
         """Judges delivery, terminal events and goodput of a history; raises PropertyViolation or PropertyUnknown.
 
+        explained: errors that the test itself brings about, e.g. LEASE_LOST where it does not poll for a while.
         End-of-sequence ids are those that the engine states; the suite compares them with HuggingFace's.
         """
         subject = on or self._subject
         result = queue_ordering.check_history(
-            history, eos_ids=subject.rig.descriptor.config.eos_ids, max_len=subject.rig.descriptor.config.max_len
+            history,
+            eos_ids=subject.rig.descriptor.config.eos_ids,
+            max_len=subject.rig.descriptor.config.max_len,
+            explained=explained,
         )
         return self._judge(result, history)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import EventKind
 from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull
 from blink_core.transport.interface import TransportError
 from hil_rigs.engine_memory import EngineUnreachable
 from verification.history import History, Submitted
+from verification.masks import allowed_ids, mask_words
 from verification.program import Program
 
 TERMINAL = (EventKind.FINISH, EventKind.ERROR)
@@ -56,6 +59,7 @@ class _Run:
         self.handles: dict[int, Handle] = {}
         self.requests: dict[tuple[int, int], int] = {}
         self.seen: dict[int, int] = {}
+        self.counted = 0  # TOKEN and terminal events
         self.open: set[int] = set()
 
     def run(self, deadline: float) -> None:
@@ -66,40 +70,59 @@ class _Run:
             self.submit_due()
             if time.monotonic() > deadline:
                 return
-            events = self.client.poll(0.2)
-            history.deliver(events)
+            events = self.deliver(0.2)
             if len(events) == 0 and (reason := self.died()) is not None:
                 history.died = reason
                 return
             for event in events:
-                request = self.requests.get((int(event["slot"]), int(event["generation"])))
-                if request is None:
-                    continue
-                if event["kind"] == EventKind.TOKEN:
-                    self.seen[request] += 1
-                elif event["kind"] in TERMINAL:
-                    self.open.discard(request)
+                self.take(event)
             if self.every and len(history.events) >= next_observation:
                 next_observation = len(history.events) + self.every
                 self.cancel_due()  # before the hold, so that cancels fall into a step
                 self.observe()
         # An event after the last terminal one would be a fault: look once more.
-        history.deliver(self.client.poll(0.0))
+        self.deliver(0.0)
         history.complete = True
+
+    def deliver(self, timeout: float) -> Array:
+        events = self.client.poll(timeout)
+        self.history.deliver(events)
+        self.history.calls.append(("poll", len(events)))
+        return events
+
+    def take(self, event: Any) -> None:
+        kind = int(event["kind"])
+        self.counted += kind == EventKind.TOKEN or kind in TERMINAL
+        request = self.requests.get((int(event["slot"]), int(event["generation"])))
+        if request is None:
+            return
+        if kind == EventKind.TOKEN:
+            self.seen[request] += 1
+            self.post_mask(request, int(event["index"]) + 1)
+        elif kind in TERMINAL:
+            self.open.discard(request)
+
+    def post_mask(self, request: int, index: int) -> None:
+        spec = self.history.program.requests[request]
+        if spec.mask_seed is not None and index < spec.params.max_tokens:
+            allowed = allowed_ids(spec.mask_seed, index, self.client.config.vocab)
+            self.client.post_mask(self.handles[request], index, mask_words(allowed))
 
     def submit_due(self) -> None:
         waiting, history = self.waiting, self.history
-        while waiting and (len(history.events) >= waiting[0][1].after or not self.open):
+        while waiting and (self.counted >= waiting[0][1].after or not self.open):
             index, spec = waiting[0]
             try:
-                handle = self.client.submit(spec.prompt, spec.params, tag=index)
+                handle = self.client.submit(spec.prompt, spec.params, tag=index, masked=spec.mask_seed is not None)
             except RingFull:
                 return  # the ring is the bottleneck now: poll, then try again
             waiting.popleft()
             history.submitted.append(Submitted(index, handle.slot, handle.generation, handle.sq_index))
+            history.calls.append(("submit", index))
             self.handles[index], self.requests[handle.slot, handle.generation] = handle, index
             self.seen[index] = 0
             self.open.add(index)
+            self.post_mask(index, 0)
             self.cancel_due()
 
     def cancel_due(self) -> None:
@@ -112,6 +135,7 @@ class _Run:
             except RingFull:
                 return  # tried again after the next poll
             self.history.cancels.add(request)
+            self.history.calls.append(("cancel", request))
 
 
 def drain(client: RingClient, timeout: float = 30.0) -> None:

@@ -4,6 +4,7 @@ failure.json      what failed, signature, replay command, seeds, versions, and w
 scenario.json     of a fault: what was drawn and what was seen
 program-N.json    a failing program; prompts and stop ids only when asked for
 history-N.jsonl   its submissions, cancels and events, in the order of delivery
+history.svg       the newest of them as a picture, what cannot be in red, with the KV pages over the event log
 engine-log.jsonl  the engine's event log, entries of the failing requests first when it does not fit
 state.json        raw scheduler state: counters, requests, pages by state
 engine.log, frontend.log
@@ -26,8 +27,10 @@ from verification.failures.http_log import Exchange
 from verification.failures.limits import BUNDLE_BYTES, MAX_PROGRAMS, SHARES
 from verification.failures.redact import Redactor
 from verification.history import History
+from verification.linearisability.recorded import picture_of
 
 FAILURE = "failure.json"
+PICTURE = "history.svg"
 TIMELINE = "timeline.jsonl"
 TIMELINE_TEXT = "timeline.txt"
 SCHEMA_VERSION = 1
@@ -125,6 +128,8 @@ def write(path: Path, material: Material, redactor: Redactor, limit: int = BUNDL
     if material.scenario is not None:
         folder.text("scenario.json", dump(redactor.value(material.scenario)), folder.share("program", 2))
     chosen = _write_engine(folder, engine, newest, failing, redactor)
+    if newest:
+        _write_picture(folder, newest[-1].history, engine)
     joined = timeline.build(newest, engine, chosen, material.exchanges, failing, redactor)
     _write_timeline(folder, joined, material.facts)
     facts = {
@@ -219,7 +224,7 @@ def _request(index: int, spec: dict[str, Any], redactor: Redactor) -> dict[str, 
         "request": index,
         "prompt": redactor.tokens(spec["prompt"]),
         "params": params,
-        **{name: spec[name] for name in ("after", "cancel_after") if name in spec},
+        **{name: spec[name] for name in ("after", "cancel_after", "mask_seed") if name in spec},
     }
 
 
@@ -274,7 +279,7 @@ def _write_engine(
         "engine-log.jsonl",
         lines,
         folder.share("engine-log"),
-        lambda n: engine_log.entry_key(log[int(chosen[n])]) in wanted,
+        lambda n: engine_log.key_of(log[int(chosen[n])]) in wanted,
     )
     if len(chosen) < len(log):
         folder.files["engine-log.jsonl"]["truncated"] = {
@@ -282,6 +287,14 @@ def _write_engine(
             "of": len(log),
         }
     return chosen
+
+
+def _write_picture(folder: _Folder, history: History, engine: EngineEvidence | None) -> None:
+    log = None if engine is None or engine.state is None else engine.state.log
+    budget = folder.share("picture")
+    text = picture_of(history, log, budget)
+    if text is not None:
+        folder.text(PICTURE, text, budget)
 
 
 def _write_timeline(folder: _Folder, joined: timeline.Timeline, facts: dict[str, Any]) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from blink_core.abi.dtypes import Array
-from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason, LogKind
+from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason, LogKind, StepStatus
 from verification.failures.redact import Redactor
 from verification.history import enum_name
 
 Key = tuple[int, int, int]
 """Ring, slot, generation: what names one request in the engine."""
 
-# Meaning of a, b, c by kind (blink_core.abi.enums.LogKind). An enumeration names its value, `TOKEN` is a token id; a
-# kind that is not here shows none of its numbers, for they might be content.
-TOKEN = "token"
+# Meaning of a, b, c by kind (blink_core.abi.enums.LogKind). An enumeration names its value; `TOKEN`, a token id, and
+# `LOGPROB`, whose value tells one, are content. A kind that is not here shows none of its numbers: they might be too.
+TOKEN, LOGPROB = "token", "logprob_bits"
 _Field = tuple[str, type[IntEnum] | None]
 
 
@@ -42,9 +42,23 @@ LOG_FIELDS: dict[str, tuple[_Field, ...]] = {
     "PLAN_ROW": (_f("row_tokens"), _f("context_len"), _f("row")),
     "EPOCH": (_f("epoch"), _f("dropped_requests")),
     "STATE": (_f("state", EngineState),),
+    "PREFIX_HIT": (_f("found_pages"), _f("found_tokens"), _f("row")),
+    "RESERVATION": (_f("change"), _f("boundaries")),
+    "LEASE": (_f("lapsed"), _f("ended_requests")),
+    "PAGE_SHARE": (_f("page"), _f("table_index"), _f("refs")),
+    "PAGE_UNSHARE": (_f("page"), _f("refs")),
+    "PAGE_PUBLISH": (_f("page"), _f("prefix_index"), _f("parent")),
+    "PAGE_EVICT": (_f("page"),),
+    "CLOCK": (_f("us_low"), _f("us_high")),
+    "CREDITS": (_f("head_low"), _f("head_high")),
+    "SQ_ENTRY": (_f("word_low"), _f("word_high"), _f("sq_index")),
+    "RESULT": (_f(TOKEN), _f("status", StepStatus), _f(LOGPROB)),
+    "MASK": (_f("index"), _f("mailbox")),
+    "CONTROL": (_f("asked"),),
 }
-# Kinds that are about the engine and not about the request that their ring, slot and generation would name.
-GLOBAL = frozenset({"STEP", "STATE", "EPOCH", "PAGE_UNQUARANTINE"})
+# Kinds that are about the engine, or about a ring, and not about the request that their slot and generation would name.
+OF_ENGINE = frozenset({"STEP", "STATE", "PAGE_UNQUARANTINE", "PAGE_EVICT", "CLOCK", "CONTROL"})
+OF_RING = frozenset({"EPOCH", "LEASE", "CREDITS"})
 
 _REASONS: dict[int, type[IntEnum]] = {EventKind.FINISH: FinishReason, EventKind.ERROR: ErrorReason}
 
@@ -54,11 +68,18 @@ def entry_key(entry: Any) -> Key:
     return int(entry["ring"]), int(entry["slot"]), int(entry["generation"])
 
 
+def key_of(entry: Any) -> Key | None:
+    """The request that an entry is about, None for one of the engine or of a ring."""
+    return None if enum_name(LogKind, int(entry["kind"])) in OF_ENGINE | OF_RING else entry_key(entry)
+
+
 def decode(index: int, entry: Any, redactor: Redactor) -> dict[str, Any]:
     """One log entry. index: its place in the whole log."""
     kind = enum_name(LogKind, int(entry["kind"]))
     shown: dict[str, Any] = {"log": index, "step": int(entry["step"]), "kind": kind}
-    if kind not in GLOBAL:
+    if kind in OF_RING:
+        shown["ring"] = int(entry["ring"])
+    elif kind not in OF_ENGINE:
         shown |= dict(zip(("ring", "slot", "generation"), entry_key(entry), strict=True))
     fields = LOG_FIELDS.get(kind)
     if fields is None:
@@ -66,7 +87,7 @@ def decode(index: int, entry: Any, redactor: Redactor) -> dict[str, Any]:
         return shown | ({"abc": values} if redactor.show else {"withheld": "kind without a known meaning"})
     for letter, (name, enumeration) in zip("abc", fields, strict=False):
         value = int(entry[letter])
-        if name == TOKEN:
+        if name in (TOKEN, LOGPROB):
             shown[name] = redactor.token(value)
         else:
             shown[name] = value if enumeration is None else enum_name(enumeration, value)
@@ -74,16 +95,22 @@ def decode(index: int, entry: Any, redactor: Redactor) -> dict[str, Any]:
 
 
 def decode_event(event: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    """One completion-queue event, as `History.events` holds it; the token and its log probability are content."""
+    """One completion-queue event, as `History.events` holds it; tokens and their log probabilities are content."""
     kind = int(event["kind"])
-    shown: dict[str, Any] = {
-        name: int(event[name]) for name in ("seq", "slot", "generation", "index", "step") if name in event
-    }
+    # An Event's index and step are token and logarithm in a LogprobsEvent.
+    names = (
+        ("seq", "slot", "generation") if kind == EventKind.LOGPROBS else ("seq", "slot", "generation", "index", "step")
+    )
+    shown: dict[str, Any] = {name: int(event[name]) for name in names if name in event}
     shown["kind"] = enum_name(EventKind, kind)
     if kind in _REASONS:
         shown["reason"] = enum_name(_REASONS[kind], int(event["reason"]))
     if kind == EventKind.TOKEN:
         shown["token"] = redactor.token(int(event["token"]))
+    elif kind == EventKind.FINISH:
+        shown["cached_tokens"] = int(event["token"])
+    elif kind == EventKind.LOGPROBS:
+        shown["count"] = int(event["count"])
     if redactor.show:
         shown |= {name: value for name, value in event.items() if name not in shown}
     return shown

@@ -177,7 +177,7 @@ def summary(engine: EngineEvidence, keys: list[Key]) -> dict[str, Any]:
                 "slot": index % slots,
                 "state": enum_name(RequestState, int(record["state"])),
                 "pages": pages,
-                **_scalars(record, leave_out=("state", "seed", "stop_ids")),
+                **_scalars(record),
             }
         )
     sizes = {f.name: getattr(state.config, f.name) for f in fields(state.config)}
@@ -197,15 +197,19 @@ def summary(engine: EngineEvidence, keys: list[Key]) -> dict[str, Any]:
 
 # Request fields that are places and counts. Any other is left out: a field of a later ABI might carry content.
 _KNOWN = frozenset(
-    "arrival tag generation prompt_len max_tokens total computed emitted n_pages next row preemptions paused n_stop "
-    "judged epoch sq_next cq_tail cq_published cq_head wait_head wait_tail waiting live retries torn duplicates "
-    "stale_cancels bad_heads planned step committed arrivals admissions tokens log_tail in_flight free_pages "
-    "quarantined running free_rows next_ring".split()
+    "arrival tag expires generation prompt_len max_tokens total computed emitted n_pages published cached next row "
+    "preemptions paused admitted mask_index mask_box priority n_stop "
+    "judged epoch sq_next cq_tail cq_published cq_head lease lease_at retry_at waiting live retries torn duplicates "
+    "stale_cancels bad_heads bad_masks planned lapsed step committed arrivals admissions tokens log_tail in_flight "
+    "free_pages quarantined running free_rows committed_pages clock next_expiry logged_clock reserved_since boundaries "
+    "lookups hits evictions reserved_for lru_head lru_tail idle_cached".split()
 )
+# Lists by priority class, of rings and of the header.
+_BY_CLASS = frozenset("deficit wait_head wait_tail next_ring".split())
 
 
-def _scalars(record: Any, leave_out: tuple[str, ...] = ()) -> dict[str, int]:
+def _scalars(record: Any) -> dict[str, Any]:
+    """The known fields of one record: places and counts."""
     names = record.dtype.names or ()
-    return {
-        name: int(record[name]) for name in names if name in _KNOWN and name not in leave_out and record[name].ndim == 0
-    }
+    shown: dict[str, Any] = {name: int(record[name]) for name in names if name in _KNOWN and record[name].ndim == 0}
+    return shown | {name: record[name].tolist() for name in names if name in _BY_CLASS}

@@ -12,7 +12,8 @@ SHARES = {
     "engine-log": 0.20,
     "state": 0.06,
     "process-log": 0.10,
-    "timeline": 0.30,
+    "picture": 0.04,
+    "timeline": 0.26,
 }
 """Part of the limit that each kind of file may fill; files of one kind share it."""
 

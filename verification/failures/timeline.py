@@ -7,6 +7,7 @@ line of a process log stands where the request that it names was accepted, and o
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import EventKind, LogKind
-from verification.failures.engine_log import GLOBAL, Key, decode, decode_event, entry_key
+from verification.failures.engine_log import Key, decode, decode_event, key_of
 from verification.failures.evidence import HTTP_REQUEST, EngineEvidence, FailedRun, http_requests
 from verification.failures.http_log import Exchange
 from verification.failures.redact import Redactor
@@ -25,7 +26,12 @@ _START, _END = -1.0, float("inf")
 _BEFORE_CLIENT, _BEFORE, _AT, _AFTER = range(4)
 _PREFIX = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) ([\w.]+): (.*)$", re.DOTALL)
 _REQUEST_ID = re.compile(r"\brequest ([0-9a-f]{32})(?:-\d+)?\b")
-_MADE = {EventKind.TOKEN: LogKind.TOKEN, EventKind.FINISH: LogKind.FINISH, EventKind.ERROR: LogKind.ERROR}
+_MADE = {
+    EventKind.LOGPROBS: LogKind.TOKEN,
+    EventKind.TOKEN: LogKind.TOKEN,
+    EventKind.FINISH: LogKind.FINISH,
+    EventKind.ERROR: LogKind.ERROR,
+}
 
 
 @dataclass(slots=True)
@@ -73,7 +79,15 @@ class _Places:
         self._last: dict[Key, int] = {}
         if log is None:
             return
-        kinds = (LogKind.ACCEPT, LogKind.REJECT, LogKind.CANCEL, LogKind.TOKEN, LogKind.FINISH, LogKind.ERROR)
+        kinds = (
+            LogKind.SQ_ENTRY,
+            LogKind.ACCEPT,
+            LogKind.REJECT,
+            LogKind.CANCEL,
+            LogKind.TOKEN,
+            LogKind.FINISH,
+            LogKind.ERROR,
+        )
         at = np.flatnonzero(np.isin(log["kind"], kinds))
         columns = [log[name][at].tolist() for name in ("kind", "ring", "slot", "generation", "a")]
         for i, kind, ring, slot, generation, a in zip(at.tolist(), *columns, strict=True):
@@ -104,8 +118,7 @@ def build(
     if log is not None and chosen is not None:
         for i in chosen.tolist():
             values = decode(first + i, log[i], redactor)
-            key = None if values["kind"] in GLOBAL else entry_key(log[i])
-            rows.append(Row(first + i, _AT, key, {"source": "engine-log", **values}))
+            rows.append(Row(first + i, _AT, key_of(log[i]), {"source": "engine-log", **values}))
     for run in runs:
         rows += _ring_rows(run, places, redactor)
     names = http_requests(engine.logs) if engine is not None else {}
@@ -126,10 +139,11 @@ def _ring_rows(run: FailedRun, places: _Places, redactor: Redactor) -> Iterator[
     history = run.history
     keys: dict[tuple[int, int], tuple[Submitted, Key]] = {}
     reached: dict[Key, float] = {}
+    spoken: Counter[Key] = Counter()
     for s in history.submitted:
         key = (history.ring, s.slot, s.generation)
         keys[s.slot, s.generation] = s, key
-        at = places.of(key, LogKind.ACCEPT, LogKind.REJECT)
+        at = places.of(key, LogKind.SQ_ENTRY, LogKind.ACCEPT, LogKind.REJECT)
         reached[key] = _END if at is None else at
         spec = history.program.requests[s.request]
         values = {"prompt_tokens": len(spec.prompt), "max_tokens": spec.params.max_tokens, "sq_index": s.sq_index}
@@ -138,7 +152,9 @@ def _ring_rows(run: FailedRun, places: _Places, redactor: Redactor) -> Iterator[
         known = keys.get((event["slot"], event["generation"]))
         key = (history.ring, event["slot"], event["generation"])
         made = _MADE.get(event["kind"])
-        number = event["index"] if event["kind"] == EventKind.TOKEN else 0
+        # Alternatives stand where the token does that they come before.
+        number = {EventKind.TOKEN: event.get("index", 0), EventKind.LOGPROBS: spoken[key]}.get(event["kind"], 0)
+        spoken[key] += event["kind"] == EventKind.TOKEN
         at = None if made is None else places.of(key, made, number=number)
         # What the log does not have stands after what the request had before: events of one request keep their order.
         reached[key] = max(reached.get(key, _END) if known else _END, at if at is not None else _START)
@@ -158,7 +174,7 @@ def _ring_rows(run: FailedRun, places: _Places, redactor: Redactor) -> Iterator[
 
 def _exchange_row(exchange: Exchange, names: dict[str, Key], places: _Places) -> Row:
     key = names.get(exchange.request_id) or names.get(f"{exchange.request_id}-0")
-    at = None if key is None else places.of(key, LogKind.ACCEPT, LogKind.REJECT)
+    at = None if key is None else places.of(key, LogKind.SQ_ENTRY, LogKind.ACCEPT, LogKind.REJECT)
     values: dict[str, Any] = {"source": "http", "what": f"{exchange.method} {exchange.path}", "status": exchange.status}
     values |= {"http_request": exchange.request_id, "stream": exchange.stream} | (_key(key) if key else {})
     return Row(_END if at is None else at, _BEFORE_CLIENT, key, values)

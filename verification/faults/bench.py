@@ -21,7 +21,7 @@ from verification.subject import EngineLost, Subject
 
 
 class FaultBench:
-    """Faults for one test. engine: the one under test, on first use. scenarios: an engine that scenarios may break."""
+    """Faults for one test. engine: the one under test, on first use. scenarios: an engine that a fault may break."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class FaultBench:
         judge: Judge,
         test: str,
         engine: Callable[[], Subject],
-        scenarios: Callable[[], tuple[Scenario, Shape]],
+        scenarios: Callable[[Fault], tuple[Scenario, Shape]],
     ) -> None:
         self._run, self._judge, self._test = run, judge, test
         self._engine, self._scenarios = engine, scenarios
@@ -85,13 +85,13 @@ class FaultBench:
         replay = self._run.replay
         if replay is not None and replay.plan is not None and replay.plan.get("fault") == name:
             return FaultPlan.from_json(replay.plan)
-        _, shape = self._scenarios()
+        _, shape = self._scenarios(find(name))
         drawn = self._run.derive_seed(self._test, name, seed if seed is not None else "")
         return draw_plan(name, drawn, shape)
 
     def scenario(self, name: str, seed: int | str | None = None) -> FaultRun:
         """Runs a fault's whole scenario: control run, victims, bystanders, injection, recovery."""
-        scenario, _ = self._scenarios()
+        scenario, _ = self._scenarios(find(name))
         self._judge.rig = scenario.rig
         try:
             return scenario.run(self.plan(name, seed))

@@ -4,6 +4,7 @@ Clauses:
   control       without the fault every request finishes
   hit           the fault hit a live request and took effect (unknown otherwise: then nothing was tested)
   goodput       requests outside the blast radius finish with the tokens of the control run
+  meanwhile     what the fault itself demands while it lasts, e.g. pages that are free when a lease has lapsed
   outcome       victims end as the fault declares; nobody gets a wrong token, or anything after the end
   recovery      everyone is served again within the fault's bound, with the tokens of the control run
   conservation  when idle no request lives and every page is free
@@ -50,6 +51,8 @@ def _results(run: FaultRun) -> Iterator[CheckResult]:
     if run.trouble is not None:
         yield _bad("recovery", run.trouble)
         return
+    if run.wrong is not None:
+        yield _bad("meanwhile", run.wrong)
     yield _check_goodput(run)
     yield _check_outcome(run)
     yield _check_recovery(run)
@@ -101,6 +104,8 @@ def _check_outcome(run: FaultRun) -> CheckResult:
         if call.end not in run.fault.ends:
             allowed = ", ".join(sorted(run.fault.ends))
             return _bad("outcome", f"{name} ended as {call.end} ({call.detail}), allowed: {allowed}", call=_shown(call))
+        if call.end is End.ERROR and run.fault.says not in call.detail:
+            return _bad("outcome", f"{name} was told {call.detail!r}, expected {run.fault.says!r}", call=_shown(call))
         if call.end is End.FINISHED and (why := _differs(call, run.control[name])) is not None:
             return _bad("outcome", why)
         if call.output and control[: len(call.seen())] != call.seen():

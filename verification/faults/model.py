@@ -129,7 +129,13 @@ class Fault(ABC):
     recovery_s: ClassVar[float]
     """Seconds from the heal until everyone is served again."""
     stalls: ClassVar[bool] = False
-    """Nobody is served between injection and heal."""
+    """Nobody is waited for between injection and heal: none is served, or the fault must be short."""
+    told_after_heal: ClassVar[bool] = False
+    """Victims that do not finish learn of it only when the fault is healed."""
+    says: ClassVar[str] = ""
+    """What a victim's error must name."""
+    lease_us: ClassVar[int] = 0
+    """Leases of the engine that its scenarios need, in microseconds; 0: those of the rig."""
     alone: ClassVar[bool] = True
     """Works under any load, without the scenario's own traffic."""
 
@@ -140,6 +146,10 @@ class Fault(ABC):
     @abstractmethod
     def proof(self, site: Site) -> Proof:
         """Evidence, beyond `site.hit.requests`, that the fault took effect. Called before the heal."""
+
+    def wrong(self, site: Site) -> str | None:
+        """What the engine did wrong while the fault lasted, None if nothing. Called between proof and heal."""
+        return None
 
     def heal(self, site: Site) -> None:  # noqa: B027  (what ends by itself needs none)
         """Takes the fault away. After a failure it may be called twice."""
@@ -167,7 +177,7 @@ def register(kind: type[Fault]) -> type[Fault]:
 
 def known_faults() -> tuple[str, ...]:
     """Names of all registered faults, sorted."""
-    from verification.faults import clients, processes, rings  # noqa: F401  (they register theirs)
+    from verification.faults import clients, leases, processes, rings  # noqa: F401  (they register theirs)
 
     return tuple(sorted(FAULTS))
 

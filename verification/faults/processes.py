@@ -7,12 +7,14 @@ import time
 
 import psutil
 
-from verification.faults.model import Blast, End, Fault, Proof, Site, live_requests, register
+from hil_rigs.local import RigFailure
+from verification.faults.model import HTTP_RING, Blast, End, Fault, Proof, Site, live_requests, register
 
 STOPPED_WITHIN_S = 5.0
 
 
-def _await_stopped(pid: int) -> bool:
+def await_stopped(pid: int) -> bool:
+    """Whether a process that was sent SIGSTOP stands still, waiting up to `STOPPED_WITHIN_S` for it."""
     deadline = time.monotonic() + STOPPED_WITHIN_S
     while time.monotonic() < deadline:
         if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
@@ -21,9 +23,14 @@ def _await_stopped(pid: int) -> bool:
     return False
 
 
-def _continue(site: Site, process: str) -> None:
+def resume(site: Site, process: str) -> None:
+    """SIGCONT, unless the process has ended."""
     if site.rig.exited(process) is None:
         site.rig.send(process, signal.SIGCONT)
+
+
+def _epoch(site: Site) -> int:
+    return int(site.rig.memory.snapshot(2**63).rings[HTTP_RING]["epoch"])
 
 
 @register
@@ -66,7 +73,7 @@ class EngineStop(Fault):
 
     def inject(self, site: Site) -> None:
         site.rig.send("engine", signal.SIGSTOP)
-        site.hit.notes["stopped"] = _await_stopped(site.rig.pid("engine"))
+        site.hit.notes["stopped"] = await_stopped(site.rig.pid("engine"))
         site.hit.notes["heartbeat"] = site.rig.memory.status("heartbeat")
 
     def proof(self, site: Site) -> Proof:
@@ -75,7 +82,7 @@ class EngineStop(Fault):
         return Proof(stood, f"heartbeat stood at {beat}" if stood else "the engine's heart beat while it was stopped")
 
     def heal(self, site: Site) -> None:
-        _continue(site, "engine")
+        resume(site, "engine")
 
 
 @register
@@ -90,6 +97,7 @@ class FrontEndKill(Fault):
     recovery_s = 60.0
 
     def inject(self, site: Site) -> None:
+        site.hit.notes["epoch"] = _epoch(site)
         site.rig.send("frontend", signal.SIGKILL)
 
     def proof(self, site: Site) -> Proof:
@@ -98,6 +106,9 @@ class FrontEndKill(Fault):
 
     def heal(self, site: Site) -> None:
         site.rig.restart("frontend")
+        before, now = site.hit.notes.get("epoch"), _epoch(site)
+        if before is not None and now <= before:
+            raise RigFailure(f"the front end that came back has epoch {now}, its predecessor had {before}")
 
 
 @register
@@ -113,7 +124,7 @@ class FrontEndStop(Fault):
 
     def inject(self, site: Site) -> None:
         site.rig.send("frontend", signal.SIGSTOP)
-        site.hit.notes["stopped"] = _await_stopped(site.rig.pid("frontend"))
+        site.hit.notes["stopped"] = await_stopped(site.rig.pid("frontend"))
 
     def proof(self, site: Site) -> Proof:
         state = site.state()
@@ -123,4 +134,4 @@ class FrontEndStop(Fault):
         return Proof(holds, f"{len(live)} of its requests are live and unread while it is stopped")
 
     def heal(self, site: Site) -> None:
-        _continue(site, "frontend")
+        resume(site, "frontend")

@@ -9,7 +9,6 @@ import numpy as np
 from blink_core.abi.dtypes import SLOT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, Op
 from hil_rigs.engine_memory import StateSnapshot
-from verification.drivers.raw_ring import publish_entries
 from verification.faults.model import SUITE_RING, Blast, End, Fault, Proof, Site, register
 
 EFFECT_WITHIN_S = 20.0
@@ -78,7 +77,7 @@ class CancelStorm(RingFault):
 
     def inject(self, site: Site) -> None:
         entries = [(Op.CANCEL, c.handle.slot, c.handle.generation) for c in site.victims if c.handle] * self.times
-        site.hit.notes["sq_tail"] = publish_entries(site.ring_lane().client, entries)
+        site.hit.notes["sq_tail"] = site.ring_lane().client.publish_entries(entries)
 
     def proof(self, site: Site) -> Proof:
         state = self.await_taken(site)
@@ -112,7 +111,7 @@ class GarbageEntries(RingFault):
             if generation not in used:
                 entries.append((rng.choice(UNKNOWN_OPS), rng.randrange(most), generation))
         site.hit.notes["foreign"] = len(lane.foreign)
-        site.hit.notes["sq_tail"] = publish_entries(lane.client, entries)
+        site.hit.notes["sq_tail"] = lane.client.publish_entries(entries)
 
     def proof(self, site: Site) -> Proof:
         state = self.await_taken(site)
@@ -178,7 +177,7 @@ class StaleCancels(RingFault):
         handles = [call.handle for call in site.victims if call.handle]
         entries = [(Op.CANCEL, h.slot, max(0, h.generation - 1)) for h in handles] * self.times
         site.hit.notes["stale"] = int(site.rig.memory.snapshot(2**63).rings[SUITE_RING]["stale_cancels"])
-        site.hit.notes["sq_tail"] = publish_entries(site.ring_lane().client, entries)
+        site.hit.notes["sq_tail"] = site.ring_lane().client.publish_entries(entries)
 
     def proof(self, site: Site) -> Proof:
         state = self.await_taken(site)

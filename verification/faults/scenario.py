@@ -51,18 +51,21 @@ def draw_plan(fault: str, seed: int, shape: Shape) -> FaultPlan:
     """Draws a scenario: victims that stream for long, bystanders of any shape that end soon; nobody is cancelled."""
     rng = random.Random(seed)
     most = shape.longest - shape.page_size * 4
-    small = replace(shape, requests=(BYSTANDERS, BYSTANDERS), cancels=0.0, longest=shape.longest // 2)
+    small = replace(shape, requests=(BYSTANDERS, BYSTANDERS), cancels=0.0, masks=0, longest=shape.longest // 2)
     victims = []
     for spec in draw_program(rng, replace(small, requests=(VICTIMS, VICTIMS), longest=shape.page_size * 4)).requests:
-        victims.append(replace(spec, params=replace(spec.params, max_tokens=rng.randint(most * 3 // 4, most)), after=0))
+        long = replace(spec.params, max_tokens=rng.randint(most * 3 // 4, most), stop_token_ids=())
+        victims.append(replace(spec, params=long))
     drawn = draw_program(rng, small).requests
     return FaultPlan(fault, rng.getrandbits(32), _portable(victims), _portable(drawn))
 
 
 def _portable(specs: Sequence[RequestSpec]) -> tuple[RequestSpec, ...]:
-    """The same requests for ring and HTTP: seeds that both take."""
+    """The same requests for ring and HTTP: seeds that both take, and no deadline that a fault may let pass."""
     return tuple(
-        replace(spec, after=0, params=replace(spec.params, seed=spec.params.seed % (1 << HTTP_SEED_BITS)))
+        replace(
+            spec, after=0, params=replace(spec.params, seed=spec.params.seed % (1 << HTTP_SEED_BITS), deadline_us=0)
+        )
         for spec in specs
     )
 
@@ -71,6 +74,7 @@ def _portable(specs: Sequence[RequestSpec]) -> tuple[RequestSpec, ...]:
 class FaultRun:
     """What a scenario showed. Calls by name: "victim-0", "http-1" (bystander), "ring-1", "probe-http" ...
 
+    wrong: what the engine did wrong while the fault lasted, by the fault's own look, else None.
     trouble: what kept the scenario from its end (an engine out of reach, a rig that did not heal), else None.
     told_s, recovered_s: seconds from injection to the last victim's end, and from the heal until everyone was served.
     """
@@ -83,6 +87,7 @@ class FaultRun:
     proof: Proof | None = None
     idle: CheckResult | None = None
     live_at_end: int | None = None
+    wrong: str | None = None
     trouble: str | None = None
     told_s: float = 0.0
     recovered_s: float = 0.0
@@ -94,6 +99,7 @@ class FaultRun:
             "proof": None if self.proof is None else asdict(self.proof),
             "calls": {name: [str(c.end), c.detail, c.seen()] for name, c in self.faulted.items()},
             "control": {name: [str(c.end), c.detail, c.seen()] for name, c in self.control.items()},
+            "wrong": self.wrong,
             "trouble": self.trouble,
             "told_s": self.told_s,
             "recovered_s": self.recovered_s,
@@ -154,7 +160,8 @@ class Scenario:
         if not fault.stalls:
             await_calls(calls, self.ring, struck + END_WITHIN_S)
         run.proof = fault.proof(site)
-        if End.FINISHED not in fault.ends:
+        run.wrong = fault.wrong(site)
+        if End.FINISHED not in fault.ends and not fault.told_after_heal:
             await_calls(victims, self.ring, struck + END_WITHIN_S)
             run.told_s = max(call.ended_at for call in victims) - struck
         healed = time.monotonic()

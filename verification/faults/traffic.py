@@ -133,6 +133,8 @@ class RingLane:
                 self.foreign.append({name: int(event[name]) for name in ("slot", "generation", "kind", "reason")})
             elif call.end is not End.OPEN:
                 call.after_end += 1
+            elif kind == EventKind.LOGPROBS:
+                continue  # they belong to the token that follows
             elif kind == EventKind.TOKEN:
                 call.output.append(int(event["token"]))
                 call.started.set()

@@ -26,8 +26,9 @@ CACHED = 3 * PAGE - 5  # rows in the cache when the fault strikes: two full page
 STEPS = 24
 
 # Exchanging two full pages is no fault that tokens can show: attention ignores the order of rows that carry their
-# rotation (the KV criterion sees it). A page of another request is one, and so is a row rotated for another place.
-FAULTS = ("foreign-page", "foreign-row", "wrong-position", "wrong-head")
+# rotation (the KV criterion sees it). Exchanging a full page with the part of the last is one, for rows are lost and
+# stale ones read; so are a page or row of another request, and a row rotated for another place.
+FAULTS = ("foreign-page", "swapped-pages", "foreign-row", "wrong-position", "wrong-head")
 
 
 def faults_of(config: Any) -> tuple[str, ...]:
@@ -157,6 +158,17 @@ def cache_faults(model: Any, rows: torch.Tensor) -> dict[str, Perturb]:
             part[:, :, PAGE : 2 * PAGE] = part[:, :, PAGE : 2 * PAGE].roll(1, dims=0)
         return k, v
 
+    def swapped_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last, filled = CACHED // PAGE * PAGE, CACHED % PAGE
+        k, v = k.clone(), v.clone()
+        for part in (k, v):
+            full = part[:, :, PAGE : 2 * PAGE].clone()
+            stale = full.roll(1, dims=0)  # what a former owner left where the last page is not filled yet
+            part[:, :, PAGE : PAGE + filled] = part[:, :, last:]
+            part[:, :, PAGE + filled : 2 * PAGE] = stale[:, :, filled:]
+            part[:, :, last:] = full[:, :, :filled]
+        return k, v
+
     def foreign_row(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = k.clone(), v.clone()
         for part in (k, v):
@@ -170,6 +182,7 @@ def cache_faults(model: Any, rows: torch.Tensor) -> dict[str, Perturb]:
 
     return {
         "foreign-page": foreign_page,
+        "swapped-pages": swapped_pages,
         "foreign-row": foreign_row,
         "wrong-position": wrong_position,
     }

@@ -12,7 +12,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from verification.oracles.hf import HFOracle, quiet
 from verification.result import plain
 from verification.thresholds import TinyModelThresholds, default_thresholds
 
-__all__ = ["MANIFEST", "NotSensitiveError", "Ratio", "TinyModel", "build_named", "build_tiny", "tiny_names"]
+__all__ = ["MANIFEST", "NotSensitiveError", "TinyModel", "build_named", "tiny_names"]
 
-Ratio = Literal["3:1", "7:1"]
 MANIFEST = "tiny.json"
-BY_RATIO: dict[str, str] = {"3:1": "llama-gqa3", "7:1": "llama-gqa7"}
 
 
 class NotSensitiveError(RuntimeError):
@@ -47,43 +45,23 @@ class TinyModel:
 
 
 def build_named(
-    name: str, directory: str | Path, *, seed: int = 0, thresholds: TinyModelThresholds | None = None
+    name: str,
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    max_positions: int | None = None,
+    thresholds: TinyModelThresholds | None = None,
 ) -> TinyModel:
     """Build the sensitive model ``name`` (of ``tiny_names()``) in ``directory`` (created; a model there is replaced).
 
-    Seeds are tried from ``seed`` upwards; the first whose model passes its probes is kept and written, with what the
-    probes showed, to ``tiny.json`` there. The same arguments give the same bytes. Raises ``NotSensitiveError`` with the
-    numbers of the last seed when none of ``thresholds.max_seeds`` passes, ``ValueError`` for an unknown name.
+    max_positions: instead of the variant's own. Seeds are tried from ``seed`` upwards; the first whose model passes its
+    probes is kept and written, with what the probes showed, to ``tiny.json`` there. The same arguments give the same
+    bytes. Raises ``NotSensitiveError`` with the numbers of the last seed when none of ``thresholds.max_seeds`` passes,
+    ``ValueError`` for an unknown name.
     """
-    return _build(name, variant(name).config(), Path(directory), seed, thresholds)
-
-
-def build_tiny(
-    directory: str | Path,
-    *,
-    ratio: Ratio = "3:1",
-    tied: bool = False,
-    seed: int = 0,
-    max_positions: int = 512,
-    thresholds: TinyModelThresholds | None = None,
-) -> TinyModel:
-    """As :func:`build_named`, for a Llama with ``ratio`` query heads to a KV head."""
-    config = tiny_config(ratio, tied=tied, max_positions=max_positions)
-    return _build(f"{BY_RATIO[ratio]} ({'tied' if tied else 'untied'})", config, Path(directory), seed, thresholds)
-
-
-def tiny_config(ratio: Ratio, *, tied: bool, max_positions: int = 512) -> PreTrainedConfig:
-    """Configuration of a tiny Llama with ``ratio`` query heads to a KV head. ``ValueError`` for another ratio."""
-    if ratio not in BY_RATIO:
-        raise ValueError(f"ratio {ratio!r}: known are {', '.join(BY_RATIO)}")
-    config = variant(BY_RATIO[ratio]).config()
-    config.tie_word_embeddings, config.max_position_embeddings = tied, max_positions
-    return config
-
-
-def _build(
-    name: str, config: PreTrainedConfig, path: Path, seed: int, thresholds: TinyModelThresholds | None
-) -> TinyModel:
+    config, path = variant(name).config(), Path(directory)
+    if max_positions is not None:
+        config.max_position_embeddings = max_positions
     limits = thresholds or default_thresholds().tiny_models
     path.mkdir(parents=True, exist_ok=True)
     save_tokenizer(path, VOCAB_SIZE)

@@ -19,6 +19,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verification.thresholds import SamplingThresholds, default_thresholds
+
 U32 = NDArray[np.uint32]
 F64 = NDArray[np.float64]
 BOOL = NDArray[np.bool_]
@@ -27,12 +29,6 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
-
-# An engine that computes its probabilities in float32 may be off by about 2^-23 times the largest scaled logit, a few
-# 1e-5 in relation; two candidates nearer than this cannot be told apart.
-NEAR = 1e-4
-# The same for logits that bias or penalties have changed, in relation to the greatest of them.
-NEAR_LOGIT = 2.0**-20
 
 
 def philox4x32_10(counter: ArrayLike, key: tuple[int, int]) -> U32:
@@ -95,11 +91,11 @@ class SampledRow:
 
 
 class Agreement(StrEnum):
-    """How an emitted token stands to the rule. NEAR and EDGE are within rounding and are counted."""
+    """How an emitted token stands to the rule. NEAR and EDGE are within rounding (thresholds.yaml) and are counted."""
 
     SAME = "same"
     NEAR = "near"  # its race score, or its logit where greedy, is within rounding of the winner's
-    EDGE = "edge"  # it wins if an edge of top_k, top_p or min_p is moved by NEAR
+    EDGE = "edge"  # it wins if an edge of top_k, top_p or min_p is moved by `near`
     WRONG = "wrong"
 
 
@@ -169,8 +165,8 @@ def kept(row: SampledRow, p: F64) -> BOOL:
     return inside
 
 
-def bounds(row: SampledRow, p: F64) -> tuple[BOOL, BOOL]:
-    """(ids kept wherever the edges lie within NEAR of where they should, ids kept for some such edge), bool [V]."""
+def bounds(row: SampledRow, p: F64, near: float) -> tuple[BOOL, BOOL]:
+    """(ids kept wherever the edges lie within `near` of where they should, ids kept for some such edge), bool [V]."""
     sure, possible = p > 0, p > 0
     order = ranked(p)
     mass = 1.0
@@ -178,19 +174,19 @@ def bounds(row: SampledRow, p: F64) -> tuple[BOOL, BOOL]:
         last, beyond = p[order[row.top_k - 1]], p[order[row.top_k]]
         mass = float(p[order[: row.top_k]].sum())
         inside = np.isin(np.arange(len(p)), order[: row.top_k])
-        sure &= inside & (p > beyond * (1 + NEAR))
-        possible &= p >= last * (1 - NEAR)
+        sure &= inside & (p > beyond * (1 + near))
+        possible &= p >= last * (1 - near)
     if single(row.top_p) < 1:
         before = np.zeros(len(p))  # mass of the ids ranked ahead
         before[order] = np.concatenate(([0.0], np.cumsum(p[order])[:-1])) / mass
-        least = p[before < single(row.top_p) * (1 + NEAR)].min()
-        possible &= p >= least * (1 - NEAR)
-        tight = before < single(row.top_p) * (1 - NEAR)
+        least = p[before < single(row.top_p) * (1 + near)].min()
+        possible &= p >= least * (1 - near)
+        tight = before < single(row.top_p) * (1 - near)
         # Of equals at the edge another order keeps another one.
         outside = p[~tight].max(initial=0.0)
-        sure &= tight & (p > outside * (1 + NEAR))
+        sure &= tight & (p > outside * (1 + near))
     limit = single(row.min_p) * p.max()
-    return sure & (p >= limit * (1 + NEAR)), possible & (p >= limit * (1 - NEAR))
+    return sure & (p >= limit * (1 + near)), possible & (p >= limit * (1 - near))
 
 
 def race(row: SampledRow) -> tuple[F64, F64]:
@@ -207,13 +203,14 @@ def distribution(row: SampledRow) -> F64:
     return q
 
 
-def compare(row: SampledRow) -> tuple[int, Agreement]:
-    """The token that the rule gives, and how the emitted one stands to it.
+def compare(row: SampledRow, limits: SamplingThresholds | None = None) -> tuple[int, Agreement]:
+    """The token that the rule gives, and how the emitted one stands to it. limits: the registered ones by default.
 
     The rule gives -1 where raw logits are not finite or nothing may be chosen; an engine that says so agrees.
     """
     if not np.isfinite(np.max(row.logits)):
         return -1, Agreement.SAME if row.token == -1 else Agreement.WRONG
+    limits = limits or default_thresholds().sampling
     values = adjusted(row)
     if values.max() == -np.inf:
         return -1, Agreement.SAME if row.token == -1 else Agreement.WRONG
@@ -227,14 +224,14 @@ def compare(row: SampledRow) -> tuple[int, Agreement]:
     if not 0 <= row.token < len(values) or values[row.token] == -np.inf:
         return expected, Agreement.WRONG
     if single(row.temperature) == 0:
-        slack = 0.0 if is_plain(row) else NEAR_LOGIT * max(1.0, float(np.abs(values[np.isfinite(values)]).max()))
+        slack = 0.0 if is_plain(row) else limits.near_logit * max(1.0, float(np.abs(values[np.isfinite(values)]).max()))
         near = slack > 0 and values[row.token] >= values[expected] - slack
         return expected, Agreement.NEAR if near else Agreement.WRONG
-    if kept(row, p)[row.token] and scores[row.token] >= scores[expected] * (1 - NEAR):
+    if kept(row, p)[row.token] and scores[row.token] >= scores[expected] * (1 - limits.near):
         return expected, Agreement.NEAR
-    sure, possible = bounds(row, p)
+    sure, possible = bounds(row, p, limits.near)
     rival = float(np.where(sure, scores, -1.0).max())
-    if possible[row.token] and scores[row.token] >= rival * (1 - NEAR):
+    if possible[row.token] and scores[row.token] >= rival * (1 - limits.near):
         return expected, Agreement.EDGE
     return expected, Agreement.WRONG
 

@@ -1,8 +1,9 @@
 """Do drawn tokens follow the distributions they were drawn from, and independently? (design section 9, sampling)
 
-Each test gives the p-value of a chi-square statistic; a correct sampler falls below `ERROR_RATE` in that fraction of
-uses. Tokens are mapped to numbers that are uniform for a correct sampler whatever each row's own distribution is
-(the probability integral transform with randomised ties), so that rows of all kinds are pooled.
+Each test gives the p-value of a chi-square statistic; a correct sampler falls below `sampling.error_rate` of
+thresholds.yaml in that fraction of uses. Tokens are mapped to numbers that are uniform for a correct sampler whatever
+each row's own distribution is (the probability integral transform with randomised ties), so that rows of all kinds are
+pooled.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from scipy import stats
 
 F64 = NDArray[np.float64]
 
-# Registered rate of false alarms of one test. A suite of 100 such tests a night raises one in 10,000 nights.
-ERROR_RATE = 1e-6
 MIN_EXPECTED = 5.0  # of a cell: below, the chi-square law no longer holds (Cochran 1954)
 
 

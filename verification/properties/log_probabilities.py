@@ -13,14 +13,13 @@ from verification.result import CheckResult, Verdict
 
 Key = tuple[int, int, int, int]
 PROPERTY = "token-equivalence"
-# float32 on the way: of the logits' sum (2^-24 a term, at worst), and of the value itself.
-TOLERANCE = 1e-4
 
 
-def check_log_probabilities(history: History, rows: Mapping[Key, Array]) -> CheckResult:
+def check_log_probabilities(history: History, rows: Mapping[Key, Array], tolerance: float) -> CheckResult:
     """Clause logprob: of each token and of its alternatives, which are the most probable ids by the raw logits.
 
-    rows: capture records by ring, slot, generation and position. Presupposes `check_capture`.
+    rows: capture records by ring, slot, generation and position. tolerance: `sampling.logprob_tolerance`. Presupposes
+    `check_capture`.
     """
     count, pairs = 0, 0
     for s in history.submitted:
@@ -36,7 +35,7 @@ def check_log_probabilities(history: History, rows: Mapping[Key, Array]) -> Chec
             expected += alternatives(logits, len(found)) if found else ()
             for shown, true in zip([(event["token"], event["logprob"]), *found], expected, strict=True):
                 # The difference of NaN is NaN, and no limit holds for it; -inf stands where the logit is -inf.
-                same = shown[1] == true[1] or abs(shown[1] - true[1]) <= TOLERANCE * max(1.0, abs(true[1]))
+                same = shown[1] == true[1] or abs(shown[1] - true[1]) <= tolerance * max(1.0, abs(true[1]))
                 if shown[0] != true[0] or not same:
                     what = f"request {s.request}, index {event['index']}: token {shown[0]} with {shown[1]:.6g}"
                     message = f"{what}; the logits give token {true[0]} with {true[1]:.6g}"

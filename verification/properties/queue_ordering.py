@@ -10,6 +10,8 @@ Clauses:
   bounded-wait   every request is accepted and terminal before the deadline; the engine lives and can be reached
   goodput        requests that were not cancelled finish, unless they asked for an end that may come first, or the run's
                  own story explains it
+  linearisability  some order of submissions, cancels and events that extends the order of the calls is legal
+                 (`verification.linearisability`)
   fifo           requests of one ring and class are first admitted in the order of their submission entries, and none
                  gets a token without having been admitted
   class-order, reservation, fairness, deadline, lease: see `service_order`, which judges between rings
@@ -26,6 +28,7 @@ from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
 from verification.history import History, Submitted, enum_name
+from verification.linearisability.recorded import check_recorded
 from verification.program import RequestSpec
 from verification.properties.logprobs import check_alternatives, pairs_of
 from verification.result import CheckResult, Measurement, Verdict, merge
@@ -147,7 +150,7 @@ def _asked_for(spec: RequestSpec) -> set[ErrorReason]:
     reasons: set[ErrorReason] = set()
     if params.deadline_us:
         reasons.add(ErrorReason.DEADLINE)
-    if params.mask_box is not None or params.logit_bias or params.min_tokens:
+    if spec.mask_seed is not None or params.mask_box is not None or params.logit_bias or params.min_tokens:
         reasons.add(ErrorReason.NO_TOKEN)
     return reasons
 
@@ -237,7 +240,9 @@ def check_history(
     explained: as in `check_terminals`.
     """
     first = check_delivery(history)
-    return first if not first.ok() else merge([first, check_terminals(history, eos_ids, max_len, explained)])
+    if not first.ok():
+        return first
+    return merge([first, check_terminals(history, eos_ids, max_len, explained), check_recorded(history, explained)])
 
 
 def check(history: History, log: Array, log_lost: int, *, eos_ids: Iterable[int], max_len: int) -> CheckResult:

@@ -2,7 +2,7 @@
 
 Clauses:
   fifo          within ring and class, whoever is admitted is the oldest that waits
-  class-order   nobody is admitted while a more urgent request waits that could have been
+  class-order   nobody is admitted while a more urgent request waits, but at the boundary that gives a reservation up
   reservation   while a request that does not fit holds the reservation, nobody of its class or below is admitted before
                 it; it is held for at most Config.reservation_steps steps that had tokens left
   fairness      rings that compete for a class are charged, prompt and max_tokens once a request, within
@@ -80,6 +80,7 @@ class _Service:
         self.spoke = [int(r["lease_at"]) for r in first.rings]  # clock of each ring's last submission entry, or later
         self.lost: dict[int, int] = defaultdict(int)
         self.gave_way: set[Key] = set()
+        self.given_up = False  # a reservation, since the last step: at that boundary whoever fits goes
         self.holder: _Waiter | None = None
         self.held_steps = 0
         self.unknown = 0
@@ -157,7 +158,7 @@ class _Service:
         for priority in range(x.priority):
             for ring in range(self.config.rings):
                 urgent = self.next_of(ring, priority)
-                ok = urgent is None or urgent.key in self.gave_way
+                ok = urgent is None or urgent.key in self.gave_way or self.given_up
                 self.need(
                     ok, "class-order", f"{x} of class {x.priority} was admitted while {urgent} of {priority} waited"
                 )
@@ -246,12 +247,14 @@ class _Service:
         elif what == 0:
             self.holder = None
             if waiter is not None and boundaries >= self.config.reservation_steps:  # perhaps given up
+                self.given_up = True
                 mine = waiter.priority
                 self.forget_races(lambda _, __, p: p == mine)
                 self.forget_waits(lambda w: w.priority == mine)
 
     def step(self, _: Key, __: int, tokens: int, ___: int) -> None:
         self.gave_way.clear()
+        self.given_up = False
         h = self.holder
         if h is None or tokens >= self.config.token_budget or self.next_of(h.key[0], h.priority) is not h:
             return

@@ -17,16 +17,16 @@ import numpy as np
 
 from blink_core.abi.capture import record_dtype
 from blink_core.abi.dtypes import Array
-from blink_core.abi.params import SamplingParams
 from verification.criterion import TokenScores, judge_tokens, score_tokens
 from verification.history import History
+from verification.masks import allowed_ids
 from verification.oracles.hf import HFOracle
-from verification.oracles.sampler import NEAR, Agreement, SampledRow, compare, is_plain
+from verification.oracles.sampler import Agreement, SampledRow, compare, is_plain
+from verification.program import RequestSpec
 from verification.result import JSON, CheckResult, Measurement, Verdict
-from verification.thresholds import TokenThresholds
+from verification.thresholds import SamplingThresholds, TokenThresholds
 
 PROPERTY = "token-equivalence"
-EXCUSED_PER_ROWS = 100  # sampled rows, each started block of which may hold one that rounding decided
 
 _WITNESSED = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "choice", "min_tokens"),
@@ -83,7 +83,7 @@ def check_capture(history: History, rows: dict[Key, Array]) -> CheckResult:
 
 def sampled_rows(history: History, rows: dict[Key, Array], eos: Iterable[int] = ()) -> list[SampledRow]:
     """Rows of all delivered tokens that the raw logits' argmax alone does not decide: drawn ones, and greedy ones with
-    bias, penalties or min_tokens. eos: the engine's end-of-sequence ids. Presupposes `check_capture`."""
+    bias, penalties, masks or min_tokens. eos: the engine's end-of-sequence ids. Presupposes `check_capture`."""
     found = []
     for s in history.submitted:
         spec = history.program.requests[s.request]
@@ -109,18 +109,19 @@ def sampled_rows(history: History, rows: dict[Key, Array], eos: Iterable[int] = 
                 min_tokens=p.min_tokens,
                 stop_ids=p.stop_token_ids,
                 eos=tuple(eos),
+                mask=_mask(spec, index, len(rows[history.ring, s.slot, s.generation, position]["logits"])),
             )
             if p.temperature > 0.0 or not is_plain(row):
                 found.append(row)
     return found
 
 
-def check_sampler(rows: Iterable[SampledRow]) -> CheckResult:
-    """Clause sampler. A token that only rounding (`oracles.sampler.NEAR`) keeps from being the rule's is excused."""
+def check_sampler(rows: Iterable[SampledRow], limits: SamplingThresholds) -> CheckResult:
+    """Clause sampler. A token that only rounding (`limits.near`) keeps from being the rule's is excused."""
     counts: Counter[Agreement] = Counter()
     wrong: list[JSON] = []
     for row in rows:
-        expected, agreement = compare(row)
+        expected, agreement = compare(row, limits)
         counts[agreement] += 1
         if agreement is Agreement.WRONG:
             parameters: dict[str, JSON] = {name: getattr(row, name) for name in _WITNESSED}
@@ -128,14 +129,14 @@ def check_sampler(rows: Iterable[SampledRow]) -> CheckResult:
     n, excused = sum(counts.values()), counts[Agreement.NEAR] + counts[Agreement.EDGE]
     if n == 0:
         return CheckResult(Verdict.UNKNOWN, PROPERTY, "sampler", "no token was drawn, or chosen from changed logits")
-    allowed = -(-n // EXCUSED_PER_ROWS)
+    allowed = limits.excused.allowed(n)
     bad = len(wrong) > 0 or excused > allowed
     return CheckResult(
         Verdict.INVALID if bad else Verdict.VALID,
         PROPERTY,
         "sampler",
         f"{len(wrong)} of {n} sampled tokens are not what their parameters give; {excused} excused, within "
-        f"{NEAR:g} of it, at most {allowed} allowed",
+        f"{limits.near:g} of it, at most {allowed} allowed",
         {"rows": wrong[:8]} if wrong else {},
         {
             "sampled_rows": Measurement(n, "rows"),
@@ -174,21 +175,29 @@ def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOrac
         logits = np.stack(
             [rows[history.ring, s.slot, s.generation, start + 1 + i]["logits"] for i in range(len(tokens))]
         )
-        params = history.program.requests[s.request].params
+        spec = history.program.requests[s.request]
         parts.append(
             score_tokens(
                 logits=logits,
                 hf64=r64.logits,
                 hf32=r32.logits,
                 emitted=tokens,
-                greedy=[_raw_greedy(params, i) for i in range(len(tokens))],
+                greedy=[_raw_greedy(spec, i) for i in range(len(tokens))],
                 names=[{"request": s.request, "index": i} for i in range(len(tokens))],
             )
         )
     return parts
 
 
-def _raw_greedy(params: SamplingParams, index: int) -> bool:
+def _mask(spec: RequestSpec, index: int, vocab: int) -> frozenset[int] | None:
+    if spec.mask_seed is None:
+        return None
+    return frozenset(np.flatnonzero(allowed_ids(spec.mask_seed, index, vocab)).tolist())
+
+
+def _raw_greedy(spec: RequestSpec, index: int) -> bool:
     """Whether the token at output position `index` is the argmax of the raw logits."""
+    params = spec.params
     neutral = params.repetition_penalty == 1.0 and params.presence_penalty == params.frequency_penalty == 0.0
+    neutral = neutral and spec.mask_seed is None
     return params.temperature == 0.0 and neutral and not params.logit_bias and index >= params.min_tokens

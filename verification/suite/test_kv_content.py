@@ -11,6 +11,7 @@ from verification.fixtures import RING, EngineLost, Judge, Subject
 from verification.properties import kv_conservation, kv_content
 from verification.result import CheckResult
 from verification.suite.running import serve
+from verification.suite.situations import Lengths
 
 pytestmark = [pytest.mark.blink_property("kv-content"), pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
@@ -45,8 +46,9 @@ class Observation:
 def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs: int) -> None:
     parts: list[KVScores] = []
     positions = resumed = 0
+    lengths = Lengths(subject)
     for index, program in enumerate(subject.draw(seed, MOST_TIMES * programs)):
-        if index >= programs and positions >= FEWEST_ROWS:
+        if index >= programs and positions >= FEWEST_ROWS and lengths.reached:
             break
         observation = Observation(subject)
         history = serve(subject, program, judge, every=max(8, subject.shape.most_new), observe=observation)
@@ -54,12 +56,15 @@ def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs
             judge(result, history)
         for rows in observation.rows:
             judge(kv_content.check_tokens(history, rows), history)
-            # Beyond the budget only rows of a resumed request, as long as none has been compared.
-            chosen = rows if positions < MOST_ROWS else [r for r in rows if r.preemptions and not resumed]
+            # Beyond the budget only rows of a resumed or of a long request, as long as none has been compared.
+            chosen = rows
+            if positions >= MOST_ROWS:
+                chosen = [r for r in rows if (r.preemptions and not resumed) or not lengths.reached]
             if chosen:
                 parts.append(kv_content.score(chosen, *subject.oracles))
                 positions += sum(len(row.tokens) for row in chosen)
                 resumed += sum(row.preemptions > 0 for row in chosen)
+                lengths.add(max(len(row.tokens) for row in chosen))
     record.situation("kv-after-preemption", resumed > 0)
     if parts:
         scores = KVScores.concatenate(parts)
@@ -72,14 +77,15 @@ def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs
             kind="bars",
         )
     judge(kv_content.judge(parts, subject.thresholds.kv))
+    judge(lengths.check(record, kv_content.PROPERTY))
 
 
-def test_tiny_models(tiny: Subject, record: Recorder, judge: Judge, seed: int) -> None:
-    """KV of running requests, some of them resumed after preemption, in a pool poisoned with NaN.
+def test_tiny_models(family: Subject, record: Recorder, judge: Judge, seed: int) -> None:
+    """KV of each family's running requests, some of them resumed after preemption, in a pool poisoned with NaN.
 
     Catches: a foreign or stale row, a page in the wrong place, a rotary position off by one, exchanged heads.
     """
-    _check(tiny, record, judge, seed, PROGRAMS["tiny"])
+    _check(family, record, judge, seed, PROGRAMS["tiny"])
 
 
 def test_model_under_test(engine: Subject, record: Recorder, judge: Judge, seed: int) -> None:

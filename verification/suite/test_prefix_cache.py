@@ -11,16 +11,13 @@ import pytest
 
 from blink_core.abi.params import SamplingParams
 from hil_rigs.engine_memory import EngineUnreachable
-from hil_rigs.local import LocalOptions, LocalRig
 from verification.certificate.recorder import Recorder
-from verification.drivers.ring import run_program
 from verification.fixtures import RING, EngineLost, Judge, Subject
 from verification.history import History
+from verification.plugin_session import leave_out
 from verification.program import Program, RequestSpec, Shape
 from verification.properties import kv_conservation, kv_content, prefix_cache, queue_ordering, token_equivalence
 from verification.result import CheckResult
-from verification.run_context import RunContext
-from verification.suite.another_rig import another_rig
 from verification.suite.running import serve
 from verification.suite.situations import record_situations
 
@@ -85,8 +82,20 @@ MOST_PROGRAMS = 6
 FEWEST_HITS = 3  # requests with shared pages whose KV is compared
 
 
+@pytest.fixture
+def sharing(request: pytest.FixtureRequest, family: Subject) -> Subject:
+    """The model families whose requests may share pages; others are filtered."""
+    switch = family.oracles[1].rope_switch
+    if switch is not None and family.max_len > switch:
+        leave_out(
+            request.node,
+            f"no prefix cache: LongRoPE computes keys anew beyond {switch} tokens, here up to {family.max_len}",
+        )
+    return family
+
+
 @pytest.mark.blink_property("kv-content")
-def test_shared_pages(tiny: Subject, record: Recorder, judge: Judge, seed: int) -> None:
+def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: int) -> None:
     """KV of requests that took pages from the prefix cache, in a pool where nothing but the cache could give them.
 
     Catches: a hit on other tokens or at another place; a page shared before it was computed, or changed afterwards.
@@ -94,63 +103,59 @@ def test_shared_pages(tiny: Subject, record: Recorder, judge: Judge, seed: int) 
     rng = random.Random(seed)
     rows: list[kv_content.Gathered] = []
     for _ in range(MOST_PROGRAMS):
-        program = draw_shared(rng, tiny.shape, sampled=False)
-        observation, before = Observation(tiny), tiny.snapshot(log_from=2**63)
-        history = serve(tiny, program, judge, every=3, observe=observation)
-        after = tiny.snapshot(log_from=int(before.header["log_tail"]))
+        program = draw_shared(rng, sharing.shape, sampled=False)
+        observation, before = Observation(sharing), sharing.snapshot(log_from=2**63)
+        history = serve(sharing, program, judge, every=3, observe=observation)
+        after = sharing.snapshot(log_from=int(before.header["log_tail"]))
         record_situations(record, before, after, after.log)
         for result in [*observation.results, kv_conservation.check_log(before, after)]:
             judge(result, history)
         judge(kv_content.check_tokens(history, observation.rows), history)
-        judge(prefix_cache.check_hits(history, tiny.shape.page_size, expected=True), history)
+        judge(prefix_cache.check_hits(history, sharing.shape.page_size, expected=True), history)
         latest = {(row.slot, row.generation): row for row in observation.rows}
         rows += latest.values()
         if len(rows) >= FEWEST_HITS:
             break
     record.situation("kv-after-prefix-hit", bool(rows))
-    parts = [kv_content.score(rows, *tiny.oracles)] if rows else []
-    judge(kv_content.judge(parts, tiny.thresholds.kv))
+    parts = [kv_content.score(rows, *sharing.oracles)] if rows else []
+    judge(kv_content.judge(parts, sharing.thresholds.kv))
 
 
 @pytest.fixture
-def exact(blink_run: RunContext, tiny: Subject) -> Iterator[LocalRig]:
-    """An engine with the tiny model in batch-invariant mode: a token's logits depend on its context alone."""
-    options = LocalOptions(capture=True, batch_invariant=True, engine=tiny.rig.options.engine)
-    with another_rig(blink_run, f"exact-{tiny.name}", tiny.rig.model, options) as rig:
-        yield rig
+def exact(sharing: Subject) -> Iterator[Subject]:
+    """An engine with that model in batch-invariant mode: a token's logits depend on its context alone."""
+    with sharing.start(batch_invariant=True) as engine:
+        yield engine
 
 
-def _run(rig: LocalRig, tiny: Subject, program: Program, judge: Judge) -> tuple[History, prefix_cache.Rows]:
+def _run(exact: Subject, sharing: Subject, program: Program, judge: Judge) -> tuple[History, prefix_cache.Rows]:
     """A program's history and the logits behind each of its tokens."""
-    assert rig.descriptor.capture is not None
-    capture = Path(rig.descriptor.capture)
+    capture = exact.rig.descriptor.capture
+    assert capture is not None
     judge.case(program)
-    start = capture.stat().st_size if capture.exists() else 0
-    history = run_program(rig.ring(RING), program, ring=RING, died=lambda: rig.wait(0.0))
-    history.capture = (start, capture.stat().st_size if capture.exists() else 0)
-    judge(queue_ordering.check_history(history, eos_ids=tiny.eos_ids, max_len=tiny.max_len), history)
-    vocab = tiny.oracles[1].vocab_size
-    rows, result = token_equivalence.index_capture(
-        token_equivalence.read_window(capture, vocab, history.capture), vocab
-    )
+    history = exact.run(program)
+    judge(queue_ordering.check_history(history, eos_ids=sharing.eos_ids, max_len=sharing.max_len), history)
+    vocab = sharing.oracles[1].vocab_size
+    records = token_equivalence.read_window(Path(capture), vocab, history.capture)
+    rows, result = token_equivalence.index_capture(records, vocab)
     judge(result, history)
     judge(token_equivalence.check_capture(history, rows), history)
     return history, rows
 
 
 @pytest.mark.blink_property("token-equivalence", id="prefix_cache_on_and_off")
-def test_on_and_off(tiny: Subject, exact: LocalRig, record: Recorder, judge: Judge, seed: int) -> None:
+def test_on_and_off(sharing: Subject, exact: Subject, record: Recorder, judge: Judge, seed: int) -> None:
     """The same requests with and without the prefix cache: every token and every bit of its logits is the same.
 
     Catches: a shared page that is nearly right, a position that is counted from the hit, a hit that changes a draw.
     """
     rng = random.Random(seed)
     for _ in range(2):
-        program = draw_shared(rng, tiny.shape, sampled=True)
-        off, off_rows = _run(exact, tiny, without_cache(program), judge)
-        judge(prefix_cache.check_hits(off, tiny.shape.page_size, expected=False), off)
-        on, on_rows = _run(exact, tiny, program, judge)
-        judge(prefix_cache.check_hits(on, tiny.shape.page_size, expected=True), on)
+        program = draw_shared(rng, sharing.shape, sampled=True)
+        off, off_rows = _run(exact, sharing, without_cache(program), judge)
+        judge(prefix_cache.check_hits(off, sharing.shape.page_size, expected=False), off)
+        on, on_rows = _run(exact, sharing, program, judge)
+        judge(prefix_cache.check_hits(on, sharing.shape.page_size, expected=True), on)
         judge(prefix_cache.check_same(on, on_rows, off, off_rows), on, off)
 
 

@@ -12,7 +12,7 @@ import pytest
 from blink_core.abi.enums import LogLevel
 from blink_core.abi.params import SamplingParams
 from hil_rigs.engine_memory import EngineUnreachable
-from hil_rigs.local import LocalOptions, LocalRig
+from hil_rigs.local import LocalRig
 from verification.certificate.recorder import Recorder
 from verification.drivers.ring import run_program
 from verification.fixtures import EngineLost, Judge
@@ -21,7 +21,7 @@ from verification.program import Program, RequestSpec
 from verification.properties import queue_ordering, service_order
 from verification.result import CheckResult
 from verification.run_context import RunContext
-from verification.suite.another_rig import another_rig
+from verification.serving import serving
 from verification.suite.situations import record_situations
 
 pytestmark = [pytest.mark.blink_property("queue-ordering"), pytest.mark.capability("cpu", "shared-memory")]
@@ -41,7 +41,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def crowded(blink_run: RunContext) -> Iterator[LocalRig]:
     """An engine of three rings with the no-op model: what is judged here is the scheduler's alone."""
-    with another_rig(blink_run, "crowded", None, LocalOptions(engine=SIZES)) as rig:
+    with serving(blink_run, "crowded", None, SIZES, http=False, capture=False) as rig:
         yield rig
 
 

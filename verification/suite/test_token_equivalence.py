@@ -15,22 +15,22 @@ from verification.certificate.recorder import Recorder
 from verification.criterion import TokenScores, score_tokens
 from verification.fixtures import PROMPTS, Judge, Subject
 from verification.history import History
-from verification.models.sensitivity import PROBES
 from verification.models.tiny import MANIFEST
 from verification.oracles.gguf_decode import check_weights
 from verification.oracles.sampler import SampledRow
 from verification.properties import token_equivalence
 from verification.properties.log_probabilities import check_log_probabilities
 from verification.result import CheckResult, Verdict
-from verification.suite.planted import measure_power
+from verification.suite.planted import check_power, measure_power
 from verification.suite.running import serve
+from verification.suite.situations import Lengths
 
 if TYPE_CHECKING:
     import openai
 
 pytestmark = [pytest.mark.blink_property("token-equivalence"), pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
-PROGRAMS = {"model": 3, "tiny": 4}
+PROGRAMS = {"model": 2, "tiny": 4}
 MOST_TIMES = 4  # so many times more programs are drawn when these give too few rows
 Rows = dict[token_equivalence.Key, Array]
 
@@ -49,20 +49,24 @@ def _check(subject: Subject, judge: Judge, seed: int, programs: int) -> None:
     parts: list[TokenScores] = []
     sampled: list[SampledRow] = []
     histories: list[History] = []
+    prompts = Lengths(subject)
     for program in subject.draw(seed, MOST_TIMES * programs, sampled=0.5):
         greedy = any(part.greedy.any() for part in parts)
         enough = sum(map(len, parts)) >= subject.thresholds.tokens.min_rows
-        if len(histories) >= programs and enough and greedy and sampled:
+        if len(histories) >= programs and enough and greedy and sampled and prompts.reached:
             break
         history = serve(subject, program, judge)
         histories.append(history)
         rows = _captured(subject, judge, history.capture, history)
         judge(token_equivalence.check_capture(history, rows), history)
-        judge(check_log_probabilities(history, rows), history)
+        judge(check_log_probabilities(history, rows, subject.thresholds.sampling.logprob_tolerance), history)
         sampled += token_equivalence.sampled_rows(history, rows, subject.eos_ids)
         parts += token_equivalence.score(history, rows, *subject.oracles)
-    judge(token_equivalence.check_sampler(sampled), *histories)
+        for s in history.submitted:
+            prompts.add(len(history.program.requests[s.request].prompt) if history.tokens_of(s) else 0)
+    judge(token_equivalence.check_sampler(sampled, subject.thresholds.sampling), *histories)
     _judge(subject, judge, parts, *histories)
+    judge(prompts.check(judge.record, token_equivalence.PROPERTY), *histories)
 
 
 def _judge(subject: Subject, judge: Judge, parts: list[TokenScores], *histories: History) -> None:
@@ -82,13 +86,14 @@ def _judge(subject: Subject, judge: Judge, parts: list[TokenScores], *histories:
     judge(result, *histories)
 
 
-def test_tiny_models(tiny: Subject, judge: Judge, seed: int) -> None:
-    """Models whose greedy tokens change with any wrong page, position or head, under preemption and chunked prefill.
+def test_tiny_models(family: Subject, judge: Judge, seed: int) -> None:
+    """Each family's models, whose greedy tokens change with any wrong page, position or head, under preemption and
+    chunked prefill, with prompts beyond the window and the length that a RoPE scaling starts from.
 
     Catches: one foreign KV row, one wrong rotary position, a wrong head mapping, a resume from wrong tokens; a sampler
     that ignores seed, temperature or top_p.
     """
-    _check(tiny, judge, seed, PROGRAMS["tiny"])
+    _check(family, judge, seed, PROGRAMS["tiny"])
 
 
 def test_model_under_test(engine: Subject, judge: Judge, seed: int) -> None:
@@ -112,28 +117,36 @@ def test_weights(engine: Subject, record: Recorder) -> None:
     record.check(check_weights(engine.rig.model, engine.oracles[1]))
 
 
-def test_criterion_power(tiny: Subject, record: Recorder, seed: int) -> None:
+def test_criterion_power(family: Subject, record: Recorder, seed: int) -> None:
     """Faults planted in a stand-in for the engine, one at a time: the criterion must kill each, and accept it clean.
 
-    Catches: a criterion, or a tiny model, that no longer notices a foreign row or page, a wrong position or head.
+    Catches: a criterion, or a tiny model, that no longer notices a foreign row or page, a wrong position, head, window,
+    rotary factor or expert.
     """
-    limits = tiny.thresholds.tiny_models
-    assert tiny.rig.model is not None
-    built = json.loads((tiny.rig.model / MANIFEST).read_text(encoding="utf-8"))["sensitivity"]
+    assert family.rig.model is not None
+    built = json.loads((family.rig.model / MANIFEST).read_text(encoding="utf-8"))["sensitivity"]
     for fault, killed in built["killed"].items():
-        record.planted_fault(f"{fault}: changed a greedy token, at build", caught=killed, planted=built["probes"])
-    power = measure_power(*tiny.oracles, seed, tiny.thresholds)
-    for result in power.clean:
-        record.check(result)
-    missed = []
-    for name, counts in (("tokens", power.by_tokens), ("KV rows", power.by_kv)):
-        for fault, killed in counts.items():
-            record.planted_fault(f"{fault}: killed by its {name}", caught=killed, planted=PROBES)
-            if killed < limits.min_kill_fraction * PROBES:
-                missed.append(f"{fault} by {name}: {killed} of {PROBES}")
-    verdict = Verdict.UNKNOWN if missed else Verdict.VALID
-    message = f"planted faults that the criterion let pass: {'; '.join(missed) or 'none'}"
-    record.check(CheckResult(verdict, token_equivalence.PROPERTY, "power", message))
+        name = f"{family.name}: {fault}, changed a greedy token, at build"
+        record.planted_fault(name, caught=killed, planted=built["probes"])
+    _check_power(family, family.name, record, seed)
+
+
+@pytest.mark.blink_profile("nightly", "full")
+def test_criterion_power_on_model_under_test(engine: Subject, record: Recorder, seed: int) -> None:
+    """The same faults in the real model.
+
+    Catches: a criterion that is sharp on models built to be sensitive only.
+    """
+    _check_power(engine, engine.rig.model_name, record, seed)
+
+
+def _check_power(subject: Subject, name: str, record: Recorder, seed: int) -> None:
+    power = measure_power(*subject.oracles, seed, subject.thresholds)
+    least = subject.thresholds.tiny_models.min_kill_fraction
+    result = check_power(name, power, record, least, token_equivalence.PROPERTY)
+    for clean in power.clean:
+        record.check(clean)
+    record.check(result)
 
 
 @pytest.mark.capability("http")

@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     def step(plan: Any) -> None:
         shipped(plan)
         plan.results["token"] += FIRST_OUTPUT
+        plan.top_tokens[:] += FIRST_OUTPUT
         if fault != "none" and (plan.rows["context_len"] == FATAL_LENGTH).any():
             if fault == "segfault":
                 os.kill(os.getpid(), signal.SIGSEGV)

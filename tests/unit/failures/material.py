@@ -23,6 +23,7 @@ from verification.result import CheckResult, Verdict
 PROMPTS = ((1712345671, 1712345672, 1712345673), (1812345671, 1812345672))
 OUTPUT = (1912345671, 1912345672, 1912345673)
 STOPS = (1612345671,)
+LOGPROB_BITS = 3204448256
 SECRET = "The launch code is swordfish, zum Glück"
 HTTP_ID = "0123456789abcdef0123456789abcdef"
 HTTP_SLOT, HTTP_GENERATION = 5, 9
@@ -42,7 +43,6 @@ def snapshot(log: Any, lost: int = 0) -> StateSnapshot:
     requests = np.zeros(16, REQUEST)
     requests["row"] = -1
     requests[8 + 2]["state"], requests[8 + 2]["generation"] = RequestState.RUNNING, 4
-    requests[8 + 2]["stop_ids"][0] = STOPS[0]
     header = np.zeros(1, DTYPES["StateHeader"])[0]
     header["state"], header["log_tail"] = EngineState.READY, lost + len(log)
     empty = np.zeros(0, np.uint32)
@@ -50,6 +50,8 @@ def snapshot(log: Any, lost: int = 0) -> StateSnapshot:
     return StateSnapshot(
         config, header, np.zeros(2, DTYPES["RingState"]), requests, empty, tables, pages,
         np.arange(16, dtype=np.uint32), empty, log, lost,
+        page_tokens=np.full((18, config.page_size), PROMPTS[0][0], np.int32),
+        running_tokens=np.full((1, config.max_len), PROMPTS[1][0], np.int32),
     )  # fmt: skip
 
 
@@ -63,20 +65,24 @@ def run(result: CheckResult | None = None) -> FailedRun:
         (1, EventKind.TOKEN, 0, 3, 0, OUTPUT[0], 5),
         (2, EventKind.TOKEN, 0, 4, 0, OUTPUT[1], 5),
         (2, EventKind.TOKEN, 0, 4, 0, OUTPUT[1], 6),
-        (1, EventKind.FINISH, FinishReason.CANCELLED, 3, 1, -1, 6),
+        (1, EventKind.FINISH, FinishReason.CANCELLED, 3, 1, 0, 6),
     ]
     history.events = [
         {"seq": n + 1, "slot": slot, "kind": int(kind), "reason": int(reason), "generation": generation,
          "index": index, "token": token, "logprob": -0.5, "step": step}
         for n, (slot, kind, reason, generation, index, token, step) in enumerate(events)
     ]  # fmt: skip
+    alternatives = {"tokens": [OUTPUT[2], STOPS[0]], "logprobs": [-0.125, -0.25]}
+    history.events.insert(
+        1, {"seq": 9, "slot": 2, "generation": 4, "kind": int(EventKind.LOGPROBS), "count": 2, **alternatives}
+    )
     history.complete = True
     return FailedRun(history, result or finding(history))
 
 
 def finding(history: History) -> CheckResult:
     message = f"request 1 got token {OUTPUT[1]} at index 0 where 1 was next, after {[*PROMPTS[1]]}: {SECRET!r}"
-    witness: Any = {"event": history.events[2], "prompt": list(PROMPTS[1]), "text": SECRET, "request": 1}
+    witness: Any = {"event": history.events[3], "prompt": list(PROMPTS[1]), "text": SECRET, "request": 1}
     return CheckResult(Verdict.INVALID, "queue-ordering", "delivery", message, witness)
 
 
@@ -88,6 +94,7 @@ def engine(extra: int = 0) -> EngineEvidence:
         (LogKind.ACCEPT, 4, 1, 1, 3, len(PROMPTS[0]), 8, 0),
         (LogKind.ACCEPT, 4, 1, 2, 4, len(PROMPTS[1]), 8, 1),
         (LogKind.STEP, 5, 0, 0, 0, 2, 5, 2),
+        (LogKind.RESULT, 5, 1, 1, 3, OUTPUT[0], 0, LOGPROB_BITS),
         (LogKind.TOKEN, 5, 1, 1, 3, 0, OUTPUT[0], 0),
         (LogKind.TOKEN, 5, 1, 2, 4, 0, OUTPUT[1], 0),
         (LogKind.CANCEL, 6, 1, 1, 3, 1, 2, 0),

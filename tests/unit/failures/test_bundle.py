@@ -14,7 +14,7 @@ from blink_core.abi.enums import LogKind
 from tests.unit.failures import material as made
 from verification.failures import triage
 from verification.failures.bundle import Material, write
-from verification.failures.engine_log import LOG_FIELDS, decode, select
+from verification.failures.engine_log import LOG_FIELDS, decode, key_of, select
 from verification.failures.evidence import failing_keys
 from verification.failures.limits import BUNDLE_BYTES, SHARES
 from verification.failures.redact import Redactor
@@ -22,6 +22,7 @@ from verification.program import Program
 from verification.result import CheckResult, Verdict
 
 SECRETS = [str(token) for ids in (*made.PROMPTS, made.OUTPUT, made.STOPS) for token in ids]
+SECRETS += [str(made.LOGPROB_BITS)]
 SECRETS += [made.SECRET, made.SECRET.encode("ascii", "backslashreplace").decode(), "swordfish"]
 
 
@@ -61,6 +62,14 @@ def test_prompts_are_there_when_asked_for(tmp_path: Path) -> None:
     program = Program.from_json(json.loads((tmp_path / "b" / "program-0.json").read_text()))
     assert program == made.run().history.program
     assert all(secret in made.everything(tmp_path / "b") for secret in (SECRETS[0], str(made.OUTPUT[1]), "swordfish"))
+
+
+def test_picture_of_the_failing_run(tmp_path: Path) -> None:
+    """Catches: a bundle without the picture of its history, or one that does not show what is wrong."""
+    facts = bundle(tmp_path / "b")
+    text = (tmp_path / "b" / "history.svg").read_text(encoding="utf-8")
+    assert "invalid: V2: no legal order: TOKEN index 0 of request 1" in text
+    assert facts["files"]["history.svg"]["truncated"] is None
 
 
 def test_digests_join_within_a_run_and_not_beyond(tmp_path: Path) -> None:
@@ -106,6 +115,15 @@ def test_every_kind_of_the_log_is_classified() -> None:
     assert set(LOG_FIELDS) == {kind.name for kind in LogKind}
 
 
+def test_entries_of_a_ring_name_no_request() -> None:
+    """Catches: a lease or an epoch of ring 1 taken for something that happened to its slot 0, generation 0."""
+    log = made.log_of([(LogKind.LEASE, 7, 1, 0, 0, 1, 3, 0), (LogKind.CLOCK, 7, 0, 0, 0, 5, 0, 0)])
+    lease, clock = (decode(n, entry, Redactor()) for n, entry in enumerate(log))
+    assert (lease["ring"], lease["ended_requests"], clock["us_low"]) == (1, 3, 5)
+    assert [key_of(entry) for entry in log] == [None, None]
+    assert not {"slot", "generation"} & {*lease, *clock}
+
+
 def test_unknown_kind_shows_no_numbers() -> None:
     """Catches: tokens shown because an engine of a later version logs them under a new kind."""
     log = made.log_of([(99, 1, 1, 2, 3, 1712345671, 1712345672, 0)])  # type: ignore[list-item]
@@ -125,6 +143,7 @@ def test_timeline_joins_all_sources_by_request(tmp_path: Path) -> None:
         ("ring", "SUBMIT"),
         ("engine-log", "ACCEPT"),
         ("engine-log", "TOKEN"),
+        ("ring", "event LOGPROBS"),
         ("ring", "event TOKEN"),
         ("ring", "event TOKEN"),
     ]

@@ -18,7 +18,7 @@ from tests.unit.failures.material import everything
 from tests.unit.plugin.conftest import ForkServer, run_suite
 from verification.certificate.verify import verify
 from verification.failures import triage
-from verification.models.tiny import build_tiny
+from verification.models.tiny import build_named
 from verification.run_context import DEFAULT_SEED
 
 # What a user writes: an engine without a model, programs by hypothesis, the suite's own check.
@@ -227,7 +227,7 @@ def test_said(rig, client, record):
 def test_http_failure_joins_front_end_and_engine(tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches: HTTP requests that nothing joins with their slot; a prompt or an answer that a user sent by HTTP in a
     bundle; the front end's log without the lines that say which slot a request has."""
-    build_tiny(tmp_path / "tiny", ratio="3:1", seed=1)
+    build_named("llama-gqa3", tmp_path / "tiny", seed=1)
     arguments = ("--rig", "local", "--model", str(tmp_path / "tiny"), "--out", "out")
     done = run_suite(fork_server, tmp_path / "suite", OVER_HTTP, *arguments)
     record = entry(done, "streaming/answer")

@@ -16,12 +16,14 @@ from blink_core.ops.logits import SamplingRow
 from blink_core.ops.sampling import Sampled, sample
 from verification.oracles.sampler import Agreement, SampledRow, alternatives, compare, distribution, log_probabilities
 from verification.oracles.sampler_statistics import (
-    ERROR_RATE,
     independence,
     pooled_cells,
     uniform_scores,
     uniformity,
 )
+from verification.thresholds import default_thresholds
+
+ERROR_RATE = default_thresholds().sampling.error_rate
 
 VOCAB = 61
 EOS = (7, 40)
@@ -224,7 +226,7 @@ def scores_of(rows: list[SampledRow]) -> Any:
 
 
 def test_draws_follow_their_distributions() -> None:
-    """Catches: a biased race, or renormalisation after a filter that is off. Error rate: `ERROR_RATE` each."""
+    """Catches: a biased race, or renormalisation after a filter that is off. Error rate: the registered one, each."""
     rows = draws(4000, position=lambda i: i, choice=lambda i: 0)
     tokens = emitted(rows).tokens.tolist()
     distributions = [distribution(row) for row in rows]

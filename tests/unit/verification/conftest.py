@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.real_model import real_model
-from verification.models.tiny import Ratio, TinyModel, build_tiny
+from verification.models.tiny import TinyModel, build_named
 from verification.oracles.hf import HFOracle
 from verification.thresholds import Thresholds, default_thresholds
 
@@ -28,8 +28,8 @@ class Rig:
 PROMPT, STEPS = 43, 24
 
 
-def _rig(path: Path, ratio: Ratio, *, tied: bool) -> Rig:
-    model = build_tiny(path, ratio=ratio, tied=tied)
+def _rig(path: Path, name: str) -> Rig:
+    model = build_named(name, path)
     hf64, hf32 = HFOracle.load_pair(path, threads=1)
     draw = np.random.default_rng(7)
     prompts = [draw.integers(3, hf32.vocab_size, PROMPT).tolist() for _ in range(6)]
@@ -38,14 +38,14 @@ def _rig(path: Path, ratio: Ratio, *, tied: bool) -> Rig:
 
 @pytest.fixture(scope="session")
 def tiny3(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    """Ratio 3:1, untied."""
-    return _rig(tmp_path_factory.mktemp("tiny3"), "3:1", tied=False)
+    """Llama, ratio 3:1."""
+    return _rig(tmp_path_factory.mktemp("tiny3"), "llama-gqa3")
 
 
 @pytest.fixture(scope="session")
 def tiny7(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    """Ratio 7:1, tied."""
-    return _rig(tmp_path_factory.mktemp("tiny7"), "7:1", tied=True)
+    """Llama, ratio 7:1."""
+    return _rig(tmp_path_factory.mktemp("tiny7"), "llama-gqa7")
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,18 @@ def _control_fails(run: FaultRun) -> None:
     run.control["http-1"].end = End.ERROR
 
 
+def test_victims_are_told_why() -> None:
+    """Catches: a lapsed lease that its clients hear of as some other error, or as none."""
+    run = good("lease-frontend-stop")
+    for name, detail in (("victim-0", "lease_lost"), ("victim-1", "lease_lost")):
+        run.faulted[name] = call(name, End.ERROR, (1, 2), detail)
+    assert check(run).ok(), check(run)
+    run.faulted["victim-1"].detail = "engine_dead"
+    assert (check(run).clause, check(run).verdict) == ("outcome", Verdict.INVALID)
+    run.faulted["victim-1"].end, run.faulted["victim-1"].detail = End.FINISHED, LENGTH
+    assert check(run).clause == "outcome"
+
+
 LEAK = CheckResult(Verdict.INVALID, "kv-conservation", "pages", "page 3 leaked")
 
 
@@ -82,6 +94,7 @@ LEAK = CheckResult(Verdict.INVALID, "kv-conservation", "pages", "page 3 leaked")
         (_run(hit=Hit()), "hit", "unknown"),
         (_run(proof=None), "hit", "unknown"),
         (_run(proof=Proof(False, "still there")), "hit", "unknown"),
+        (_run(wrong="2 requests still live after the lease"), "meanwhile", "invalid"),
         (_set("ring-1", output=[1, 2, 4]), "goodput", "invalid"),
         (_set("ring-1", end=End.OPEN), "goodput", "invalid"),
         (_set("ring-1", detail="eos"), "goodput", "invalid"),
@@ -182,6 +195,6 @@ def test_recorded_plan_is_replayed(tmp_path: Path) -> None:
         FaultBench(context, judge, "t", nothing, nothing).check(run)
     context.replay = read_recording(judge.kept[0])
     assert (context.replay.seed, context.replay.test, context.replay.subject) == (7, "t", plan.subject)
-    bench = FaultBench(context, judge, "t", nothing, lambda: (nothing, SHAPE))
+    bench = FaultBench(context, judge, "t", nothing, lambda fault: (nothing, SHAPE))
     assert bench.plan("frontend-kill") == plan
     assert bench.plan("engine-kill") != replace(plan, fault="engine-kill")

@@ -52,7 +52,7 @@ class Scripted:
         self.polls, self.full, self.fails = list(polls), full, submit
         self.cancelled_at: list[int] = []
 
-    def submit(self, prompt: object, params: object, *, tag: int = 0) -> Handle:
+    def submit(self, prompt: object, params: object, *, tag: int = 0, masked: bool = False) -> Handle:
         if self.fails is not None:
             raise self.fails
         return Handle(0, 1, 0)
@@ -81,6 +81,14 @@ def test_cancel_is_tried_again_when_the_ring_was_full() -> None:
     assert history.complete
     assert history.cancels == {0}
     assert client.cancelled_at == [1]
+
+
+def test_alternatives_do_not_bring_arrivals_forward() -> None:
+    """Catches: LOGPROBS events counted as tokens, so that what should come after a request's end comes before."""
+    late = Program((RequestSpec((1, 2), SamplingParams(2)), RequestSpec((1, 2), SamplingParams(2), after=3)))
+    client = Scripted(events(EventKind.LOGPROBS, EventKind.LOGPROBS, EventKind.LOGPROBS), ProtocolError("stop here"))
+    history = run_program(cast(RingClient, client), late, deadline_s=5.0)
+    assert [s.request for s in history.submitted] == [0]
 
 
 @pytest.mark.parametrize(

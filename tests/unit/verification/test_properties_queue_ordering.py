@@ -62,13 +62,16 @@ def alternatives(*pairs: tuple[int, float], slot: int = 0) -> Event:
     return made | {"tokens": list(tokens), "logprobs": list(logprobs)}
 
 
-def raw(*pairs: tuple[int, float]) -> Event:
-    """The same as the bytes of an `Event`."""
+def delivered(*pairs: tuple[int, float]) -> Event:
+    """The same as a ring client delivers it: the bytes of an `Event`."""
     record = np.zeros(1, LOGPROBS_EVENT)
     record["kind"], record["generation"], record["count"] = EventKind.LOGPROBS, 1, len(pairs)
     for i, (token, logprob) in enumerate(pairs):
         record["tokens"][0, i], record["logprobs"][0, i] = token, logprob
-    return dict(zip(EVENT.names or (), record.view(EVENT)[0].tolist(), strict=True))
+    taken = history()
+    taken.events.clear()
+    taken.deliver(np.concatenate((np.zeros(1, EVENT), record.view(EVENT))))
+    return taken.events[1]
 
 
 def with_logprobs(*events: Event, asked: int = 3) -> History:
@@ -84,7 +87,7 @@ GOOD = [
     one([5], ErrorReason.NO_TOKEN, kind=EventKind.ERROR, mask_box=0),
     one([5, 6, EOS], FinishReason.EOS, min_tokens=2),
     with_logprobs(*PAIRS),
-    with_logprobs(raw((9, -0.25), (5, -0.5)), raw((7, -3.0))),
+    with_logprobs(delivered((9, -0.25), (5, -0.5)), delivered((7, -3.0))),
     with_logprobs(asked=0),
     history(stream(0, [5, 6, 7], FinishReason.LENGTH), stream(1, [5, EOS], FinishReason.EOS)),
     history(stream(0, [5, STOP], FinishReason.STOP_TOKEN)),
@@ -94,6 +97,12 @@ GOOD = [
     history(stream(0, [], FinishReason.CANCELLED), stream(1, [5, 6, 7], FinishReason.LENGTH), cancels={0}),
     history(stream(0, [5, 6, 7], FinishReason.LENGTH), cancels={0}),  # the cancel came too late
 ]
+
+
+def test_alternatives_are_decoded_on_delivery() -> None:
+    """Catches: alternatives kept as the fields of an Event, where a token id passes for an index."""
+    assert delivered((9, -0.25), (5, -0.5)) == {**alternatives((9, -0.25), (5, -0.5)), "seq": 0}
+    assert delivered((7, -3.0))["tokens"] == [7]
 
 
 @pytest.mark.parametrize("h", GOOD)

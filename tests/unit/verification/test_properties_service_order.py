@@ -167,6 +167,10 @@ def test_reservation() -> None:
     assert verdict([*held, STEP, admit(0, 1)], a, b, low) == "reservation"
     assert verdict([*held, STEP, STEP, STEP, reserve(0, 1, held=3), admit(0, 1)], a, b, low) == "valid", "given up"
     assert verdict([*held, *[STEP] * 4], a, b, low) == "reservation"
+    given_up = [*held, STEP, STEP, STEP, reserve(0, 1, held=3)]
+    assert verdict([*given_up, admit(2)], a, b, low) == "valid", "at that boundary whoever fits goes, of any class"
+    assert verdict([*given_up, STEP, admit(2)], a, b, low) == "class-order"
+    assert verdict([*held, STEP, reserve(0, 1, held=1), admit(2)], a, b, low) == "class-order", "not held for so long"
     assert verdict([*held, *[FULL] * 9, STEP], a, b, low) == "valid", "no token was left for it"
     urgent = history(2, 8)
     assert verdict([*taken[:3], admit(0, 0), reserve(1, 1), accept(2), admit(2)], a, b, urgent) == "reservation"

@@ -19,7 +19,9 @@ from verification.oracles.sampler import Agreement, SampledRow
 from verification.program import Program, RequestSpec
 from verification.properties import token_equivalence as te
 from verification.result import Verdict
-from verification.thresholds import Thresholds
+from verification.thresholds import Thresholds, default_thresholds
+
+LIMITS = default_thresholds().sampling
 
 VOCAB, ROWS = 300, 120
 
@@ -73,7 +75,7 @@ def _rows(**engine: float) -> list[SampledRow]:
 
 def test_obedient_sampler_passes() -> None:
     """Catches: an oracle that disagrees with itself."""
-    result = te.check_sampler(_rows())
+    result = te.check_sampler(_rows(), LIMITS)
     assert result.ok(), result
     assert result.measurements["sampled_excused"].value == 0
 
@@ -83,7 +85,7 @@ def test_obedient_sampler_passes() -> None:
 )
 def test_planted_sampler_faults_are_killed(fault: dict[str, float]) -> None:
     """Catches: a checker blind to an ignored seed, temperature, top_p, position or choice, or to another nucleus."""
-    result = te.check_sampler(_rows(**fault))
+    result = te.check_sampler(_rows(**fault), LIMITS)
     assert (result.clause, result.verdict) == ("sampler", Verdict.INVALID)
     assert "expected" in str(result.witness)
 
@@ -91,7 +93,7 @@ def test_planted_sampler_faults_are_killed(fault: dict[str, float]) -> None:
 def test_greedy_instead_of_sampling_is_killed() -> None:
     """Catches: temperature treated as zero."""
     rows = [replace(row, token=int(row.logits.argmax())) for row in _rows()]
-    assert te.check_sampler(rows).verdict is Verdict.INVALID
+    assert te.check_sampler(rows, LIMITS).verdict is Verdict.INVALID
 
 
 def test_foreign_ids_and_bad_logits_are_wrong() -> None:
@@ -116,8 +118,8 @@ def test_only_rounding_excuses() -> None:
     """Catches: a near miss that is rejected, a plain miss that is excused, excuses without a limit."""
     assert sampler.compare(_photo_finish(2e-5))[1] is Agreement.NEAR
     assert sampler.compare(_photo_finish(2e-3))[1] is Agreement.WRONG
-    assert te.check_sampler([*_rows()[:50], _photo_finish(2e-5)]).ok()
-    assert te.check_sampler([_photo_finish(2e-5)] * 2).verdict is Verdict.INVALID
+    assert te.check_sampler([*_rows()[:50], _photo_finish(2e-5)], LIMITS).ok()
+    assert te.check_sampler([_photo_finish(2e-5)] * 2, LIMITS).verdict is Verdict.INVALID
 
 
 def test_nucleus_edge_excuses() -> None:
@@ -182,7 +184,7 @@ def test_sampled_rows_are_those_with_a_temperature() -> None:
     found = te.sampled_rows(_history([6, 7], temperature=0.5), rows)
     assert [(r.token, r.position, r.temperature, r.seed) for r in found] == [(6, 2, 0.5, 6), (7, 3, 0.5, 6)]
     assert te.sampled_rows(_history([6, 7]), rows) == []
-    assert te.check_sampler([]).verdict is Verdict.UNKNOWN
+    assert te.check_sampler([], LIMITS).verdict is Verdict.UNKNOWN
 
 
 def test_judge_needs_greedy_rows(limits: Thresholds) -> None:

@@ -14,18 +14,22 @@ from blink_core.abi.capture import record_dtype
 from blink_core.abi.enums import EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
 from verification.history import History, Submitted
+from verification.masks import allowed_ids, mask_words
 from verification.oracles.sampler import Agreement, alternatives, compare, log_probabilities
-from verification.program import Program, RequestSpec, Shape, draw_program
+from verification.program import FAR_DEADLINE_US, Program, RequestSpec, Shape, draw_program
 from verification.properties import token_equivalence as te
 from verification.properties.log_probabilities import check_log_probabilities
 from verification.result import Verdict
+from verification.thresholds import default_thresholds
+
+LIMITS = default_thresholds().sampling
 
 VOCAB = 30
 EOS = (4, 9)
 
 
 def drawn(count: int) -> list[Program]:
-    shape = Shape(vocab=VOCAB, page_size=4, longest=64, sampled=0.5)
+    shape = Shape(vocab=VOCAB, page_size=4, longest=64, sampled=0.5, masks=2)
     return [draw_program(random.Random(seed), shape) for seed in range(count)]
 
 
@@ -39,9 +43,63 @@ def test_every_parameter_is_drawn_greedy_and_not() -> None:
         for hot in (True, False) if name not in only_hot else (True,):
             used = [p for p in params if (p.temperature > 0) == hot and getattr(p, name) != getattr(plain, name)]
             assert len(used) >= 10, (name, hot)
-    greedy = [p for p in params if te._raw_greedy(p, 0)]
+    greedy = [p for p in params if te._raw_greedy(RequestSpec((1,), p), 0)]
     assert len(greedy) >= len(params) / 3
     assert all(p.min_tokens <= p.max_tokens and len(dict(p.logit_bias)) == len(p.logit_bias) for p in params)
+
+
+def test_classes_deadlines_masks_and_shared_beginnings_are_drawn() -> None:
+    """Catches: a scheduler feature that no drawn program uses, one that all use, or a deadline that a run may miss."""
+    programs = drawn(150)
+    specs = [r for program in programs for r in program.requests]
+    for used in (
+        [r for r in specs if r.params.priority > 0],
+        [r for r in specs if not r.params.prefix_cache],
+        [r for r in specs if r.params.deadline_us],
+        [r for r in specs if r.mask_seed is not None],
+    ):
+        assert len(specs) / 20 <= len(used) <= len(specs) / 3
+    assert all(r.params.deadline_us in (0, FAR_DEADLINE_US) for r in specs)
+    assert {r.params.priority for r in specs} == {0, 1, 2, 3}
+    ends = set()
+    for program in programs:
+        for index, spec in enumerate(program.requests):
+            before = sum(r.params.max_tokens + 1 for r in program.requests[:index])
+            for other in program.requests[:index]:
+                shared = next(
+                    (i for i, (a, b) in enumerate(zip(spec.prompt, other.prompt, strict=False)) if a != b), 99
+                )
+                if spec.after == before and 3 <= shared < 99:
+                    ends.add(shared % 4)
+    assert ends == {0, 1, 2, 3}  # at page boundaries, and off by one on both sides
+    assert all(r.mask_seed is None for p in [draw_program(random.Random(3), Shape(VOCAB, 4, 64))] for r in p.requests)
+
+
+def test_masks_are_functions_of_seed_and_place() -> None:
+    """Catches: a mask that differs between two uses or allows nothing, or whose bits lie elsewhere than in the ABI."""
+    for vocab in (1, 31, 32, 33, 100):
+        allowed = allowed_ids(9, 4, vocab)
+        assert allowed.any()
+        assert (allowed == allowed_ids(9, 4, vocab)).all()
+        words = mask_words(allowed)
+        assert words.dtype == np.uint32
+        assert len(words) == -(-vocab // 32)
+        assert [bool(int(words[i // 32]) >> i % 32 & 1) for i in range(vocab)] == allowed.tolist()
+    assert len({allowed_ids(seed, index, 64).tobytes() for seed in range(4) for index in range(4)}) == 16
+
+
+def test_masked_rows_are_held_to_their_masks() -> None:
+    """Catches: a masked token judged as if every id were allowed, or a masked greedy row judged by its raw logits."""
+    history, rows = play(SamplingParams(20, seed=5))
+    spec = replace(history.program.requests[0], mask_seed=8)
+    history.program = Program((spec,))
+    found = te.sampled_rows(history, rows)
+    assert len(found) == 20
+    assert [row.mask for row in found] == [
+        frozenset(np.flatnonzero(allowed_ids(8, i, VOCAB)).tolist()) for i in range(20)
+    ]
+    assert te.check_sampler(found, LIMITS).verdict is Verdict.INVALID
+    assert not te._raw_greedy(spec, 0)
 
 
 def test_programs_survive_json() -> None:
@@ -51,7 +109,7 @@ def test_programs_survive_json() -> None:
     old = asdict(SamplingParams(3))
     del old["logit_bias"]  # written before there was one
     stored = {"requests": [{"prompt": [1], "params": old, "after": 0, "cancel_after": None}]}
-    assert Program.from_json(stored).requests[0].params == SamplingParams(3)
+    assert Program.from_json(stored).requests[0] == RequestSpec((1,), SamplingParams(3))
 
 
 def play(params: SamplingParams, **engine: Any) -> tuple[History, dict[te.Key, Any]]:
@@ -105,7 +163,7 @@ def test_obedient_engine_passes(params: SamplingParams) -> None:
     found = te.sampled_rows(history, rows, EOS)
     assert len(found) == 25
     assert {compare(row)[1] for row in found} == {Agreement.SAME}
-    assert check_log_probabilities(history, rows).ok()
+    assert check_log_probabilities(history, rows, LIMITS.logprob_tolerance).ok()
 
 
 @pytest.mark.parametrize(
@@ -132,14 +190,14 @@ def test_disobedient_engine_is_seen(fault: dict[str, Any]) -> None:
         if not {"min_p", "top_p", "top_k", "choice"} & set(fault):
             base = replace(base, temperature=0.7)
         history, rows = play(base, **fault)
-        seen += te.check_sampler(te.sampled_rows(history, rows, EOS)).verdict is Verdict.INVALID
+        seen += te.check_sampler(te.sampled_rows(history, rows, EOS), LIMITS).verdict is Verdict.INVALID
     assert seen >= 3
 
 
 def test_raw_greedy_ends_where_min_tokens_does() -> None:
     """Catches: greedy rows judged as raw argmaxima although an id was barred, or spared when none is any more."""
     params = SamplingParams(9, min_tokens=4)
-    assert [te._raw_greedy(params, index) for index in range(6)] == [False] * 4 + [True] * 2
+    assert [te._raw_greedy(RequestSpec((1,), params), index) for index in range(6)] == [False] * 4 + [True] * 2
     history, rows = play(params)
     assert len(te.sampled_rows(history, rows, EOS)) == 4
 
@@ -162,6 +220,6 @@ def test_wrong_log_probabilities_are_seen(what: str) -> None:
         first["logprobs"][1] -= 1e-3
     else:
         history.events = [e for e in history.events if e["kind"] not in (EventKind.TOKEN, EventKind.LOGPROBS)]
-    result = check_log_probabilities(history, rows)
+    result = check_log_probabilities(history, rows, LIMITS.logprob_tolerance)
     expected = Verdict.UNKNOWN if what == "missing token" else Verdict.INVALID
     assert (result.clause, result.verdict) == ("logprob", expected)

@@ -24,7 +24,7 @@ from verification.models.sensitivity import (
     with_wrong_rope,
     without_window,
 )
-from verification.models.tiny import NotSensitiveError, build_tiny, tiny_config, tiny_names
+from verification.models.tiny import NotSensitiveError, build_named, tiny_names
 from verification.models.tiny_tokenizer import train_tokenizer
 from verification.models.variants import variant
 from verification.thresholds import Thresholds, TinyModelThresholds
@@ -51,7 +51,7 @@ def test_built_models_are_sensitive(name: str, request: pytest.FixtureRequest, l
 
 def test_the_same_arguments_give_the_same_bytes(tiny3: Rig, tmp_path: Path) -> None:
     """Catches: a model digest in a certificate that nobody can reproduce."""
-    again = build_tiny(tmp_path / "again", ratio="3:1", tied=False)
+    again = build_named("llama-gqa3", tmp_path / "again")
     assert _digests(again.path) == _digests(tiny3.model.path)
     assert {
         "config.json",
@@ -62,17 +62,16 @@ def test_the_same_arguments_give_the_same_bytes(tiny3: Rig, tmp_path: Path) -> N
     } < set(_digests(again.path))
 
 
-@pytest.mark.parametrize(("ratio", "heads"), [("3:1", 6), ("7:1", 14)])
-def test_shapes(ratio: tiny.Ratio, heads: int) -> None:
+@pytest.mark.parametrize("name", tiny_names())
+def test_shapes(name: str) -> None:
     """Catches: a ratio for which a wrong head mapping happens to be the right one."""
-    config = tiny_config(ratio, tied=True)
+    config = variant(name).config()
+    heads = config.num_attention_heads
     group = heads // config.num_key_value_heads
-    assert (config.num_attention_heads, f"{group}:1") == (heads, ratio)
+    assert group in (3, 5, 7)
     right = [h // group for h in range(heads)]
     assert right != [h % config.num_key_value_heads for h in range(heads)]
     assert right != [h // config.num_key_value_heads for h in range(heads)]
-    with pytest.raises(ValueError, match="5:1"):
-        tiny_config("5:1", tied=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["tiny3", "tiny7"])
@@ -113,8 +112,8 @@ def test_a_model_that_is_not_sensitive_is_refused(
     """Catches: assertions at build that cannot fail; the usual initialisation of 0.02 must not get through."""
     monkeypatch.setattr(tiny, "_moments", lambda name, shape, config: (1.0, 0.0) if "norm" in name else (0.0, 0.02))
     few = limits.tiny_models.model_copy(update={"max_seeds": 2})
-    with pytest.raises(NotSensitiveError, match=r"gqa3 \(untied\) in seeds 5 to 6 .*(margin|changed a greedy token)"):
-        build_tiny(tmp_path / "flat", seed=5, thresholds=few)
+    with pytest.raises(NotSensitiveError, match=r"llama-gqa3 in seeds 5 to 6 .*(margin|changed a greedy token)"):
+        build_named("llama-gqa3", tmp_path / "flat", seed=5, thresholds=few)
     assert not (tmp_path / "flat").exists()
 
 
@@ -181,3 +180,9 @@ def test_struck_rows_are_seen(name: str) -> None:
     least = CACHED + 1 - 24 if name in ("mistral-window", "phi3") else 0
     assert least <= int(rows.min()) <= least + 3
     assert int(rows.max()) == CACHED - 1
+
+
+def test_a_length_of_ones_own(tmp_path: Path) -> None:
+    """Catches: a maximum of positions that the built model does not have."""
+    built = build_named("llama-gqa7", tmp_path / "m", max_positions=4096)
+    assert json.loads((built.path / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] == 4096
