@@ -25,7 +25,7 @@ from verification.plugin import context_of
 from verification.plugin_selection import TINY, parametrize_family
 from verification.plugin_session import failed_in_call
 from verification.run_context import RunContext
-from verification.serving import FAULT_SIZES, MODEL_SIZES, TINY_SIZES, Starter, serving, shape_of
+from verification.serving import FAULT_SIZES, MODEL_SIZES, TINY_SIZES, Starter, replayed, serving, shape_of
 from verification.subject import PROMPTS, RING, EngineLost, Subject
 from verification.thresholds import Thresholds, load_thresholds
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from verification.faults.bench import FaultBench
     from verification.faults.model import Fault
     from verification.faults.scenario import Scenario
-    from verification.program import Program, Shape
+    from verification.program import Shape
 
 __all__ = ["PROMPTS", "RING", "EngineLost", "HistoryRunner", "Judge", "Subject"]
 
@@ -47,10 +47,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     context = context_of(metafunc.config)
     assert context is not None  # this module is loaded only where there is one
     parametrize_family(metafunc, context.profile_name)
-
-
-def _replayed(run: RunContext, subject: str) -> Program | None:
-    return run.replay.program if run.replay is not None and run.replay.subject == subject else None
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +99,8 @@ def engine(blink_run: RunContext, rig: LocalRig, thresholds: Thresholds) -> Subj
         MODEL_SIZES["max_len"],
         blink_run.break_rig,
         starter=Starter(blink_run, thresholds, MODEL_SIZES),
-        replayed=_replayed(blink_run, "model"),
+        replayed=replayed(blink_run, "model"),
+        on_replay=blink_run.replay_ran,
     )
 
 
@@ -149,7 +146,8 @@ def _tiny(run: RunContext, thresholds: Thresholds, name: str, folder: Path, fixt
             TINY_SIZES["max_len"],
             partial(run.break_rig, fixture=fixture),
             starter=Starter(run, thresholds, TINY_SIZES),
-            replayed=_replayed(run, name),
+            replayed=replayed(run, name),
+            on_replay=run.replay_ran,
         )
 
 

@@ -175,6 +175,13 @@ def _context(config: pytest.Config) -> RunContext:
     except RequiredSetError as error:
         raise pytest.UsageError(str(error)) from error
     context.capabilities = _capabilities(context.rig)
+    if replay is not None:
+        from verification.recording import RecordingError, check_rig
+
+        try:
+            check_rig(replay, context.rig, context.rig_kind)
+        except RecordingError as error:
+            raise pytest.UsageError(f"--replay: {error}") from error
     return context
 
 
@@ -226,6 +233,8 @@ def _configure_output(config: pytest.Config, context: RunContext) -> None:
         config.option.xmlpath = str(context.out / JUNIT)
     if hasattr(config.option, "allure_report_dir") and config.option.allure_report_dir is None:
         config.option.allure_report_dir = str(context.out / ALLURE)
+    if hasattr(config.option, "attach_capture") and not config.getoption("blink_bundle_prompts"):
+        config.option.attach_capture = False  # what tests print may hold prompts
 
 
 def _configure_hypothesis(config: pytest.Config, context: RunContext) -> None:

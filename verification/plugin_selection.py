@@ -67,6 +67,15 @@ def unknown_names(item: pytest.Item) -> str | None:
     return None
 
 
+def never_ran(replay: Recording) -> str:
+    """Why a test that passed under `--replay` shows nothing."""
+    what = "program" if replay.plan is None else f"plan of fault {replay.plan.get('fault')}"
+    return (
+        f"the recorded {what} of {replay.path.name} (engine {replay.subject!r}) never ran in this test: it starts no "
+        "engine of that name, or runs programs past `Subject.run`, where --replay does not reach"
+    )
+
+
 def select_recorded(items: list[pytest.Item], replay: Recording) -> list[pytest.Item]:
     """Leaves the recorded test alone in `items` and returns the others. Raises UsageError when it is not among them."""
     chosen = [item for item in items if own_id(item) == replay.test]

@@ -18,11 +18,12 @@ from verification.certificate.classify import Classification, classify
 from verification.certificate.collector import DESELECTED, JOURNAL, Collector
 from verification.certificate.identity import describe, own_id, property_of, replay_command
 from verification.certificate.jsonable import bounded, jsonable
-from verification.certificate.outcomes import Outcome, RigBroken, gravest
+from verification.certificate.outcomes import Outcome, PropertyUnknown, RigBroken, gravest
 from verification.certificate.recorder import Recorder
 from verification.certificate.records import TestRecord
 from verification.failures.explain import EXPLAINED, Explainer, Explanation, begin, known_issues_of
-from verification.plugin_selection import rigs_of, select_recorded, unknown_names
+from verification.plugin_selection import never_ran, rigs_of, select_recorded, unknown_names
+from verification.result import CheckResult, Verdict
 from verification.run_context import RunContext
 
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
@@ -30,6 +31,7 @@ _HINT: pytest.StashKey[Classification] = pytest.StashKey()
 _PHASES: pytest.StashKey[dict[str, Classification]] = pytest.StashKey()
 _DURATION: pytest.StashKey[float] = pytest.StashKey()
 _DETAILS: pytest.StashKey[str] = pytest.StashKey()
+_MESSAGE: pytest.StashKey[dict[str, str]] = pytest.StashKey()  # by phase, without prompts unless asked
 _EXPLANATION: pytest.StashKey[Explanation] = pytest.StashKey()
 _MAX_DETAILS = 20_000
 _MAX_MESSAGE = 2_000
@@ -191,6 +193,7 @@ class SessionPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self.context.http.clear()
         self.context.seen_last.clear()
+        self.context.test, self.context.replayed = own_id(item), False
         if (wrong := unknown_names(item)) is not None:
             pytest.fail(f"{item.nodeid}: {wrong}", pytrace=False)
         hint = self._left_out(item)
@@ -220,9 +223,12 @@ class SessionPlugin:
 
         return set(PROPERTY_NEEDS.get(property_of(item) or "", ()))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
         begin(item)
+        yield
+        if (replay := self.context.replay) is not None and not self.context.replayed:
+            raise PropertyUnknown(CheckResult(Verdict.UNKNOWN, property_of(item) or "", "replay", never_ran(replay)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -233,10 +239,10 @@ class SessionPlugin:
         phases = item.stash.setdefault(_PHASES, {})
         phases[phase] = self._classify(item, call, report, phase)
         item.stash[_DURATION] = item.stash.get(_DURATION, 0.0) + report.duration
-        if report.failed and _DETAILS not in item.stash:
-            item.stash[_DETAILS] = _shorten(report.longreprtext, _MAX_DETAILS)
         if phases[phase].outcome in EXPLAINED and call.excinfo is not None:
             self._explain(item, phase, phases[phase], call.excinfo.value, report)
+        if report.failed:
+            self._withhold(item, phases[phase], call, report)
         report.blink_item = json.dumps(describe(item))  # type: ignore[attr-defined]
         if phase == "teardown":
             record = self._record(item, phases)
@@ -287,6 +293,25 @@ class SessionPlugin:
         item.stash[_EXPLANATION] = found
         report.sections.append(("Blink", "\n".join(found.lines(self.context.out))))
 
+    def _withhold(
+        self, item: pytest.Item, found: Classification, call: pytest.CallInfo[None], report: pytest.TestReport
+    ) -> None:
+        """What a failed phase leaves in files has no prompts, unless they were asked for; the terminal shows them all.
+
+        The output of `blink certify`'s own pytest is a file.
+        """
+        if self.explainer.redactor.show or call.excinfo is None:
+            item.stash.setdefault(_DETAILS, _shorten(report.longreprtext, _MAX_DETAILS))
+            return
+        message, places = self.explainer.withheld(item, found, call.excinfo.value)
+        item.stash.setdefault(_MESSAGE, {})[cast(str, report.when)] = message
+        text = "\n".join([*places, message])
+        item.stash.setdefault(_DETAILS, _shorten(text, _MAX_DETAILS))
+        report.blink_withheld = text  # type: ignore[attr-defined]
+        if os.environ.get(JOURNAL_ONLY):
+            report.longrepr = text
+            report.sections[:] = [section for section in report.sections if section[0] == "Blink"]
+
     def _record(self, item: pytest.Item, phases: dict[str, Classification]) -> TestRecord:
         outcome = gravest(classification.outcome for classification in phases.values())
         phase, deciding = next((name, one) for name, one in phases.items() if one.outcome is outcome)
@@ -304,7 +329,7 @@ class SessionPlugin:
             outcome=outcome,
             duration_s=item.stash[_DURATION],
             phase=phase if outcome is not Outcome.PASSED else "call",
-            message=_shorten(deciding.message, _MAX_MESSAGE),
+            message=_shorten(item.stash.get(_MESSAGE, {}).get(phase, deciding.message), _MAX_MESSAGE),
             details=item.stash.get(_DETAILS, ""),
             seed=context.derive_seed(own_id(item)),
             replay=replay_command(item, context),
@@ -313,15 +338,27 @@ class SessionPlugin:
         )
         if record.witness is None and outcome is Outcome.PRODUCT_FAILURE and result is None:
             record.witness = bounded(dict(item.user_properties)) if item.user_properties else None
+        if record.witness is not None:
+            record.witness = self.explainer.redactor.value(record.witness)
         return record
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if not self.is_worker:
             self.collector.started(nodeid)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.is_worker:
-            return
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
+        whole, text = report.longrepr, getattr(report, "blink_withheld", None)
+        if text is not None and not self.is_worker:
+            report.longrepr = text  # while junitxml looks; the terminal looks at the end of the session
+        try:
+            yield
+        finally:
+            report.longrepr = whole
+        if not self.is_worker:
+            self._collect(report)
+
+    def _collect(self, report: pytest.TestReport) -> None:
         if (described := getattr(report, "blink_item", None)) is not None:
             self.collector.collected([json.loads(described)])
         if (text := getattr(report, "blink_record", None)) is not None:

@@ -28,18 +28,29 @@ class RecordingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What `--replay` needs of a recording. subject: the engine that ran it ("model", "llama-gqa3" ...)."""
+    """What `--replay` needs of a recording. subject: the engine that ran it ("model", "llama-gqa3",
+    "engine-0f3a9c-1" ...). rig, rig_kind: the rig's name or description file, and its kind."""
 
     path: Path
     test: str
     nodeid: str
     rig: str
+    rig_kind: str
     profile: str
     seed: int
     model: str | None
     subject: str
     program: Program | None
     plan: dict[str, Any] | None
+
+
+def check_rig(recorded: Recording, rig: str, kind: str) -> None:
+    """Raises RecordingError when a recording is of another rig than the run's, by name and by kind."""
+    if recorded.rig != rig and recorded.rig_kind != kind:
+        raise RecordingError(
+            f"{recorded.path} is of rig {recorded.rig} (kind {recorded.rig_kind}), this run is on rig {rig} (kind "
+            f"{kind}); name a rig of the recorded kind with --rig or --rig-file"
+        )
 
 
 def recording(
@@ -94,6 +105,7 @@ def read_recording(path: Path) -> Recording:
             test=str(test["id"]),
             nodeid=str(test["nodeid"]),
             rig=str(run["rig"]),
+            rig_kind=str(run.get("rig_kind") or run["rig"]),  # those of older runs name the rig alone
             profile=str(run["profile"]),
             seed=int(run["seed"]),
             model=None if run["model"] is None else str(run["model"]),

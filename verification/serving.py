@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +17,7 @@ from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
 from hil_rigs.locks import LockTimeout, rig_lock
 from verification.certificate.outcomes import InfrastructureError, RigBroken
-from verification.program import Shape
+from verification.program import Program, Shape
 from verification.run_context import RunContext
 from verification.subject import RING, Subject
 from verification.thresholds import Thresholds
@@ -30,6 +32,7 @@ COMMON_SIZES = {"cq_entries": 1024, "arena_tokens": 1 << 14, "log_entries": 1 <<
 
 _ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 _OPTION_FIELDS = {field.name for field in fields(LocalOptions)} - {"engine", "logs"}
+_STARTED = "engine-"
 _numbers = itertools.count(1)
 
 
@@ -89,6 +92,28 @@ def shape_of(rig: LocalRig, requests: tuple[int, int], most_new: int) -> Shape:
     return Shape(config.vocab, config.page_size, longest, requests, most_new, masks=config.masks)
 
 
+def replayed(run: RunContext, subject: str) -> Program | None:
+    """The recorded program, if `--replay` gave one that ran on this engine.
+
+    One that a test started counts whichever time it is started: hypothesis starts it once for each example.
+    """
+    if run.replay is None or _lineage(run.replay.subject) != _lineage(subject):
+        return None
+    return run.replay.program
+
+
+def _lineage(subject: str) -> str:
+    """The name of an engine that `engine.start` gave, without the count at its end; any other name as it is."""
+    return subject.rpartition("-")[0] if subject.startswith(_STARTED) else subject
+
+
+def started_name(test: str, model: Path, http: bool, options: dict[str, Any]) -> str:
+    """The name of an engine that a test starts: unique in the process, and but for the count at its end the same in
+    every run, made of the test, the model's name and the options."""
+    told = json.dumps([test, model.name, http, sorted(options.items())], default=str)
+    return f"{_STARTED}{hashlib.sha256(told.encode()).hexdigest()[:6]}-{next(_numbers)}"
+
+
 class Starter:
     """`Subject.start` of a run: further engines, each for as long as its `with` lasts."""
 
@@ -103,8 +128,18 @@ class Starter:
             path = model if isinstance(model, Path) else resolve(model)
         except ModelStoreError as error:
             raise InfrastructureError(str(error)) from error
-        name = f"engine{next(_numbers)}"
+        name = started_name(self._run.test, path, http, options)
         with serving(self._run, name, path, self._sizes, http=http, **options) as rig:
             shape = shape_of(rig, requests=(3, 10), most_new=40)
             asked = rig.options.engine["max_len"]
-            yield Subject(name, rig, rig.ring(RING), shape, self._thresholds, asked, starter=self)
+            yield Subject(
+                name,
+                rig,
+                rig.ring(RING),
+                shape,
+                self._thresholds,
+                asked,
+                starter=self,
+                replayed=replayed(self._run, name),
+                on_replay=self._run.replay_ran,
+            )

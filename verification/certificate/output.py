@@ -104,6 +104,11 @@ def own_allure_ids(folder: Path, records: Sequence[TestRecord]) -> None:
     new history. Measured values are parameters that are excluded from it.
     """
     by_id = {record.id: record for record in records}
+    for path in sorted(folder.glob("*-container.json")) if folder.is_dir() else []:
+        container = json.loads(path.read_text(encoding="utf-8"))
+        for one in (*(container.get("befores") or []), *(container.get("afters") or [])):
+            one.pop("statusDetails", None)  # of a fixture that failed: the test's result has it, without prompts
+        path.write_text(json.dumps(container), encoding="utf-8")
     for path in sorted(folder.glob("*-result.json")) if folder.is_dir() else []:
         result = json.loads(path.read_text(encoding="utf-8"))
         own = next((label["value"] for label in result.get("labels", []) if label["name"] == "as_id"), None)
@@ -113,6 +118,8 @@ def own_allure_ids(folder: Path, records: Sequence[TestRecord]) -> None:
         result["historyId"] = sha256(f"history:{own}".encode()).hexdigest()[:32]
         result["testCaseId"] = sha256(f"case:{own}".encode()).hexdigest()[:32]
         result["labels"].append({"name": "blink_outcome", "value": str(record.outcome)})
+        if result.get("statusDetails") and record.message:  # allure's own has what the report withholds
+            result["statusDetails"] = {"message": record.message, "trace": record.details}
         if record.clause:
             result["labels"].append({"name": "story", "value": record.clause})
         shown = [

@@ -136,7 +136,19 @@ class Explainer:
             return Explanation(classification.outcome, found, replay, known_issue=known_id, trouble=str(trouble))
         return Explanation(classification.outcome, found, replay, folder, known_id)
 
+    def withheld(
+        self, item: pytest.Item, classification: Classification, error: BaseException
+    ) -> tuple[str, list[str]]:
+        """Message and places of a failed phase, as far as they may be shown to those who asked for no prompts."""
+        self.redactor.learn([*self._texts(getattr(item, "funcargs", {})), *self.context.http.earlier])
+        one = next(iter(_leaves_of(error, classification)))
+        return self._shown(classification, one), self._traceback(one)
+
     # ---- parts
+
+    def _shown(self, classification: Classification, error: BaseException) -> str:
+        result = classification.result
+        return self.redactor.text(result.message) if result else _message(classification, error, self.redactor)
 
     def _rig_name(self) -> str:
         return required.required_name(self.context.rig)
@@ -172,7 +184,7 @@ class Explainer:
             "clause": result.clause if result else "",
             "outcome": str(classification.outcome),
             "verdict": str(result.verdict) if result else None,
-            "message": redactor.text(result.message) if result else _message(classification, error, redactor),
+            "message": self._shown(classification, error),
             "error": type(error).__name__,
             "witness": redactor.value(result.witness) if result else None,
             "measurements": recorder.as_dict()["measurements"] if recorder is not None else {},

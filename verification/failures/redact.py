@@ -1,8 +1,8 @@
 """Takes prompts and generated tokens out of what a bundle keeps; lengths and salted digests stay.
 
 Everything is withheld unless it is known to be harmless: numbers are kept only where a word says that they count or
-name something of the engine (slot, page, step ...), strings only where they are names. The salt is drawn per process
-and is written nowhere, so a digest shows that two prompts of one run are equal and nothing else.
+name something of the engine (slot, page, step ...), strings only where they are known words. The salt is drawn per
+process and is written nowhere, so a digest shows that two prompts of one run are equal and nothing else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import EnumMeta
+from functools import cache
 from typing import Any
 
-from blink_core.abi.enums import ErrorReason, FinishReason
+from blink_core.abi import enums
+from verification.certificate import required
 from verification.certificate.jsonable import jsonable
+from verification.result import Verdict
 
 _DIGEST_CHARS = 12
 _SHORTEST_SECRET = 8  # characters; shorter texts (a stop string " the") would blank half of every line
@@ -28,10 +32,44 @@ PLACES = frozenset(
     "status exit_status line pid ms us seed tag choice priority limit length prompt_len prompt_length wait tables "
     "worst_row finished refused preemptions accepted published bytes number".split()
 )
-# Names whose strings are the engine's own words.
-NAMES = frozenset("kind reason state verdict clause property fault".split())
 # How requests end, in the words of the ABI and of fault scenarios: no content wherever they stand.
-_WORDS = frozenset({*FinishReason.__members__, *ErrorReason.__members__, *"OPEN FINISHED ERROR DISCONNECTED".split()})
+_ENDS = frozenset(
+    {*enums.FinishReason.__members__, *enums.ErrorReason.__members__, *"OPEN FINISHED ERROR DISCONNECTED".split()}
+)
+_ABI = frozenset(name for kind in vars(enums).values() if isinstance(kind, EnumMeta) for name in kind.__members__)
+# Clauses that the suite's checks name. One that is missing here is withheld, never shown by mistake.
+CLAUSES = frozenset(
+    "bounded-wait cache capture conservation control coverage delivery divergence fifo framing goodput hit invariance "
+    "k-rows lease limits linearisability log logits logprob logprobs lru meanwhile one-state oracle order outcome "
+    "owner quarantine recovery refs release replay reservation rows same sampler sequence stop terminal text ties "
+    "tokens usage v-rows vocabulary".split()
+)
+
+
+@cache
+def _properties() -> frozenset[str]:
+    """Properties that a required set of this package names."""
+    return frozenset(name for rig in required.known_rigs() for name in required.load(rig).properties)
+
+
+@cache
+def _faults() -> frozenset[str]:
+    """Names of the faults that can be injected."""
+    from verification.faults.model import known_faults  # loads modules of the rig, which no other failure needs
+
+    return frozenset(known_faults())
+
+
+# What the strings under a name may be; any other string under it is withheld as everywhere.
+NAMES: Mapping[str, Callable[[str], bool]] = {
+    "kind": _ABI.__contains__,
+    "reason": _ABI.__contains__,
+    "state": _ABI.__contains__,
+    "verdict": frozenset(str(verdict) for verdict in Verdict).__contains__,
+    "clause": CLAUSES.__contains__,
+    "property": lambda text: text in _properties(),
+    "fault": lambda text: text in _faults(),
+}
 _COUNTED = (
     "pages? requests? rows? steps? entries events? slots? rings? tokens positions layers heads bytes times characters "
     "chunks numbers programs? snapshots? answers cases reasons? references checks s ms seconds %".replace(" ", "|")
@@ -123,7 +161,7 @@ class Redactor:
             return [self._value(item, key) for item in value]
         if isinstance(value, int):
             return value if place else self.token(value)
-        if (key in NAMES and _IDENTIFIER.fullmatch(value)) or value.upper() in _WORDS:
+        if value.upper() in _ENDS or (key in NAMES and NAMES[key](value)):
             return value
         return self._text_mark(value)
 

@@ -101,6 +101,19 @@ def test_free_text_gives_nothing_away(text: str) -> None:
     assert "zzsecret" not in shown
 
 
+@pytest.mark.parametrize("name", ["reason", "state", "kind", "clause", "property", "fault", "verdict"])
+def test_one_word_under_a_name_is_withheld(name: str) -> None:
+    """Catches: what a model answered in one word, kept because it stands under a name that the engine uses as well."""
+    assert "Paris" not in str(Redactor().value({name: "Paris", "list": [{name: ["Paris"]}]}))
+
+
+def test_words_of_the_engine_are_kept() -> None:
+    """Catches: a redaction so broad that a witness tells nothing."""
+    known = {"kind": "TOKEN", "reason": "MODEL_ERROR", "state": "DRAINING", "verdict": "invalid"}
+    known |= {"clause": "goodput", "property": "kv-content", "fault": "engine-kill"}
+    assert Redactor().value(known) == known
+
+
 def test_free_text_keeps_places() -> None:
     """Catches: a redaction so broad that a message tells nothing."""
     text = "2026-01-01 10:00:00,123 INFO blink.engine: slot 3 generation 4: page 17 leaked after 12 steps\n"

@@ -16,6 +16,7 @@ from hil_rigs.description import RIGS_DIR
 from tests.unit.failures import engine as planted
 from tests.unit.failures.material import everything
 from tests.unit.plugin.conftest import ForkServer, run_suite
+from verification.certificate.certify import certify
 from verification.certificate.verify import verify
 from verification.failures import triage
 from verification.models.tiny import build_named
@@ -92,6 +93,13 @@ def bundle_of(done: Any, test: str) -> Path:
     return Path(done.out / named)
 
 
+def everything_passed_on(out: Path) -> str:
+    """The text of what a run leaves beside its bundles and logs: report, page, JUnit, allure, journal."""
+    files = [out / name for name in ("report.json", "report.html", "junit.xml", "journal.jsonl")]
+    files += [path for path in (out / "allure-results").iterdir() if path.is_file()]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
 def test_failure_is_bundled_and_shown(broken: Any) -> None:
     """Catches: a bundle that a report, a page, allure or the signature does not know of; logs that are not joined."""
     assert broken.code == 1, broken.text
@@ -151,6 +159,8 @@ def test_printed_command_reproduces_the_failure(broken: Any, fork_server: ForkSe
     tokens = {t for r in shown for t in r["prompt"] if t > 10**8}
     tokens |= {e["token"] for e in events if e.get("what") == "EVENT" and e["kind"] == "TOKEN"}
     assert len(tokens) > 20
+    passed_on = everything_passed_on(broken.out)
+    assert [token for token in tokens if str(token) in passed_on] == []
     assert [token for token in tokens if str(token) in text] == []
     assert any(str(token) in (second / "engine.log").read_text() for token in tokens)  # it had logged some
 
@@ -226,7 +236,7 @@ def test_said(rig, client, record):
 
 def test_http_failure_joins_front_end_and_engine(tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches: HTTP requests that nothing joins with their slot; a prompt or an answer that a user sent by HTTP in a
-    bundle; the front end's log without the lines that say which slot a request has."""
+    bundle, a report, JUnit's or allure's file; the front end's log without the lines that tell a request's slot."""
     build_named("llama-gqa3", tmp_path / "tiny", seed=1)
     arguments = ("--rig", "local", "--model", str(tmp_path / "tiny"), "--out", "out")
     done = run_suite(fork_server, tmp_path / "suite", OVER_HTTP, *arguments)
@@ -254,3 +264,27 @@ def test_http_failure_joins_front_end_and_engine(tmp_path: Path, fork_server: Fo
     assert record["signature_pattern"] == "S is no echo of S"
     text = everything(bundle_of(done, "streaming/said"))
     assert [secret for secret in (answer, answer[1:-1], "hunter2") if secret in text] == []
+    passed_on = everything_passed_on(done.out)
+    assert [secret for secret in (answer, answer[1:-1], "Zebra-quilt", "hunter2") if secret in passed_on] == []
+    assert "in test_said" in record["details"], "the places of the traceback are no secret"
+
+
+def test_log_of_a_certification_has_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: what a test printed or compared, a fixture's error included, in `pytest.log` or a file beside it."""
+    (suite := tmp_path / "suite").mkdir()
+    text = """
+import pytest
+ANSWER = "".join(["Zebra", "-", "quilt"])
+@pytest.fixture
+def broken(): raise ValueError(ANSWER)
+def test_said():
+    print(ANSWER)
+    assert ANSWER == "Paris"
+def test_broken(broken): pass
+"""
+    (suite / "test_mini.py").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("BLINK_HOME", str(tmp_path / "home"))
+    assert certify("local", None, "smoke", tmp_path / "out", suite=suite) == 1
+    log = (tmp_path / "out" / "pytest.log").read_text(encoding="utf-8")
+    assert "in test_said" in log
+    assert [word for word in ("Zebra-quilt", "Paris") if word in log + everything_passed_on(tmp_path / "out")] == []

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blink_core.frontend.errors import ApiError
-from blink_core.frontend.schema import parse_chat, parse_completion
+from blink_core.frontend.schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
 
 if TYPE_CHECKING:
     from tests.unit.frontend.conftest import Harness
@@ -276,10 +276,9 @@ JSON = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(
-    "model prompt messages max_tokens temperature top_p seed stop stream stream_options n logprobs tools user "
-    "stop_token_ids ignore_eos logit_bias echo max_completion_tokens metadata".split()
-)
+# What the models know, so that a new parameter is drawn as well, and some that clients send and they do not.
+FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields})
+NAMES = st.sampled_from([*FIELDS, "tools", "user", "echo", "metadata", "response_format", "suffix"])
 PARTS = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "image_url"]) | JSON, "text": st.text(max_size=5) | JSON}
 )
