@@ -102,8 +102,11 @@ check: install-dev model
 	@echo "== pytest"
 	@OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
-bench: install-dev
+bench: install-dev model
 	@$(PY) -m blink_core.bench
+	@$(PY) -m verification.benchmarks.decode --model "$(or $(MODEL),$(DEFAULT_MODEL))"
+	@$(PY) -m verification.benchmarks.lockstep
+	@$(PY) -m verification.benchmarks.linearisability
 
 clean:
 	rm -rf build allure-results .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -140,8 +140,8 @@ class EngineMemory:
 
     def log_entries(self, first: int, last: int) -> Array:
         """Copies the entries `first` to `last - 1` of the log: LogEntry[n], as they lie now (see `log_tail`)."""
-        got: Array = self._entries[np.arange(first, last) & (self.config.log_entries - 1)]
-        return got
+        entries: Array = self._entries[np.arange(first, last) & (self.config.log_entries - 1)]
+        return entries
 
     def payload(self, ring: int, slot: int, generation: int, prompt_len: int, n_bias: int) -> Array | None:
         """Prompt and logit bias of an accepted request as the engine keeps them: uint32[prompt_len + 2 n_bias].

@@ -178,7 +178,8 @@ class FrontEnd:
         answers = [Answer() for _ in request.plans]
         async for item in items:
             answers[item.choice].add(item)
-        await send_json(send, 200, shape.whole(answers, _usage(request, answers)))
+        whole = shape.whole(answers, _usage(request, answers))
+        await send_json(send, 200, whole, timeout_s=self._config.send_timeout_s)
 
     async def _stream(
         self,
@@ -220,8 +221,9 @@ def _usage(request: PreparedRequest, answers: list[Answer]) -> Usage:
 class _Endpoint:
     """A plain ASGI endpoint from which no exception leaves without an OpenAI error object."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, send_timeout_s: float) -> None:
         self._app = app
+        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id: str = scope["blink.request_id"]
@@ -233,13 +235,16 @@ class _Endpoint:
             await send(message)
 
         try:
-            await self._app(scope, receive, tracked_send)
+            try:
+                await self._app(scope, receive, tracked_send)
+            except ClientGone:
+                raise
+            except Exception as error:
+                if started:  # too late for a status; the server closes the connection
+                    raise
+                await send_error(tracked_send, _as_api_error(error, request_id), timeout_s=self._send_timeout_s)
         except ClientGone:
             log.info("request %s: the client disconnected", request_id)
-        except Exception as error:
-            if started:  # too late for a status; the server closes the connection
-                raise
-            await send_error(tracked_send, _as_api_error(error, request_id))
 
 
 class _RequestIds:
@@ -300,8 +305,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
             await engine.close()
 
     routes = [
-        Route("/v1/chat/completions", _Endpoint(front_end.chat_completions), methods=["POST"]),
-        Route("/v1/completions", _Endpoint(front_end.completions), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(front_end.chat_completions, config.send_timeout_s), methods=["POST"]),
+        Route("/v1/completions", _Endpoint(front_end.completions, config.send_timeout_s), methods=["POST"]),
         Route("/v1/models", front_end.models, methods=["GET"]),
         Route("/v1/models/{id:path}", front_end.model, methods=["GET"]),
         Route("/health", front_end.health, methods=["GET"]),

@@ -106,16 +106,20 @@ async def send_with_deadline(send: Send, message: Message, timeout_s: float) -> 
         raise ClientGone from None
 
 
-async def send_json(send: Send, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+async def send_json(
+    send: Send, status: int, body: Any, headers: dict[str, str] | None = None, *, timeout_s: float
+) -> None:
+    """Send a whole JSON response. Raises ClientGone."""
     payload = to_json(body)
     raw = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
     raw += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": payload})
+    await send_with_deadline(send, {"type": "http.response.start", "status": status, "headers": raw}, timeout_s)
+    await send_with_deadline(send, {"type": "http.response.body", "body": payload}, timeout_s)
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    await send_json(send, error.status, error.body(), error.headers)
+async def send_error(send: Send, error: ApiError, *, timeout_s: float) -> None:
+    """Raises ClientGone."""
+    await send_json(send, error.status, error.body(), error.headers, timeout_s=timeout_s)
 
 
 class EventStream:

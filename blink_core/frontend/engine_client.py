@@ -1,9 +1,9 @@
 """The engine client of the HTTP front end: one ring, one polling thread, one asyncio queue a request.
 
 When the engine is lost, every request ends with ENGINE_DEAD and new ones are refused with it. That is final if its
-process has ended, it has stopped, or it broke the ring protocol. An engine that only stood still (no heartbeat for the
-limit) is taken back when its heartbeat returns: the client attaches with a new epoch, for which the engine drops the
-requests that were given up here.
+process has ended, it has stopped, or it broke the ring protocol, or if another front end has attached to the ring: that
+one keeps it. An engine that only stood still (no heartbeat for the limit) is taken back when its heartbeat returns: the
+client attaches with a new epoch, for which the engine drops the requests that were given up here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from blink_core.abi.config import ConfigError, EngineConfig
@@ -29,7 +29,7 @@ from blink_core.frontend.engine_api import (
     Overloaded,
     TokenOutput,
 )
-from blink_core.frontend.ring_client import Handle, ProtocolError, RingClient, RingFull, decode_logprobs
+from blink_core.frontend.ring_client import ArenaFull, Handle, ProtocolError, RingClient, RingFull, decode_logprobs
 from blink_core.runtime.descriptor import DescriptorError, EngineDescriptor
 from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
@@ -38,8 +38,11 @@ log = logging.getLogger("blink.frontend")
 
 HEARTBEAT_LIMIT_S = 5.0  # above the longest hold of a healthy scheduler thread
 POLL_S = 0.1
+ARENA_WAIT_S = 2.0  # for room in the prompt arena; the engine empties it between two steps
+ARENA_POLL_S = 0.002
 
 Output = TokenOutput | Finished | EngineError
+Key = tuple[int, int]  # slot and generation of a request
 
 
 class RingEngineClient:
@@ -58,8 +61,7 @@ class RingEngineClient:
         self._ring, self._limits, self._pid, self._loop = ring, limits, pid, loop
         self._heartbeat_limit_s = heartbeat_limit_s
         self._started = _start_time(pid)
-        self._queues: dict[tuple[int, int], asyncio.Queue[Output]] = {}
-        self._alternatives: dict[tuple[int, int], list[tuple[int, float]]] = {}  # of tokens that are still to come
+        self._queues: dict[Key, asyncio.Queue[Output]] = {}
         self._tags = itertools.count(1)
         self._failure: str | None = None
         self._state = EngineState.READY
@@ -81,54 +83,71 @@ class RingEngineClient:
                     return
                 log.warning("engine is back: its heartbeat returned, attached with a new epoch")
                 self._loop.call_soon_threadsafe(self._recover)
-        except _Lost as e:
+        except (_Lost, ProtocolError, TransportError) as e:
             self._fail(str(e))
-        except (ProtocolError, TransportError, ValueError) as e:
-            self._fail(str(e))
-        except RuntimeError:  # the event loop has closed
-            return
+        except Exception as e:
+            if self._loop.is_closed():  # nobody is left to tell, and handing on is what failed
+                return
+            # Whatever it is, the thread ends with it: silence would leave every request waiting.
+            log.exception("the polling thread failed")
+            self._fail(f"the front end's polling thread failed: {type(e).__name__}: {e}")
 
     def _follow(self) -> str:
         """Hands events on until the heartbeat stops; returns why. Raises _Lost if the engine is gone for good."""
         beat, beat_at = -1, time.monotonic()
+        decoder = _Decoder()
         while not self._stop.is_set():
             events = self._ring.poll(POLL_S)
-            if len(events):
-                self._loop.call_soon_threadsafe(self._dispatch, events)
+            self._hand_on(decoder, events)
             now = time.monotonic()
             if now - beat_at <= POLL_S:
                 continue
-            seen = self._look(drained=not len(events))
+            seen = self._look(None if len(events) else decoder)
             if seen != beat:
                 beat, beat_at = seen, now
             if now - beat_at > self._heartbeat_limit_s:
                 return f"no heartbeat for {self._heartbeat_limit_s:g} s"
         return "the client is closed"
 
-    def _look(self, *, drained: bool) -> int:
-        """The heartbeat. Raises _Lost when the process is gone or the engine has stopped and said all it had to say."""
+    def _hand_on(self, decoder: _Decoder, events: Array) -> None:
+        """Decodes here, not on the loop, so that an event that means nothing ends as the loss of the engine. Those
+        before it are handed on all the same."""
+        outputs: list[tuple[Key, Output]] = []
+        try:
+            outputs.extend(decoder.decode(events))
+        finally:
+            if outputs:
+                self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _look(self, decoder: _Decoder | None = None) -> int:
+        """The heartbeat. Raises _Lost when the process is gone or the engine has stopped and said all it had to say.
+
+        decoder: of the events that may still be there if it has stopped; None: do not look for them.
+        """
+        self._ring.check_epoch()
         seen, state = self._ring.engine_words()
         self._state = EngineState(state)
-        if self._state in (EngineState.STOPPED, EngineState.FAILED) and drained:
+        if self._state in (EngineState.STOPPED, EngineState.FAILED) and decoder is not None:
             # Every event was published before that state: what was not there before it is there now.
             last = self._ring.poll(0.0)
             if not len(last):
                 raise _Lost(f"engine is {self._state.name.lower()}")
-            self._loop.call_soon_threadsafe(self._dispatch, last)
+            self._hand_on(decoder, last)
         if self._started is None or not _still_runs(self._pid, self._started):
             raise _Lost(f"engine process {self._pid} is gone")
         return seen
 
     def _reattach(self) -> bool:
         """Waits for the heartbeat to return and takes a new epoch. False when the client is closed meanwhile."""
-        stale = self._look(drained=True)
+        decoder = _Decoder()  # its requests were given up: what comes of it is dropped
+        stale = self._look(decoder)
         while not self._stop.wait(POLL_S):
-            if self._look(drained=True) == stale:
+            if self._look(decoder) == stale:
                 continue
             with contextlib.suppress(TransportTimeout):  # it stands still again
                 self._ring.attach(self._heartbeat_limit_s)
                 return True
-            stale = self._look(drained=True)
+            stale = self._look(decoder)
         return False
 
     def _fail(self, why: str) -> None:
@@ -146,32 +165,17 @@ class RingEngineClient:
         self._failure = why  # again: a late `_recover` of an earlier loss may have run in between
         # Forgotten at once: after a new attach the same slot and generation name another request.
         queues, self._queues = self._queues, {}
-        self._alternatives.clear()
         for queue in queues.values():
             queue.put_nowait(EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {why}"))
 
     def _recover(self) -> None:
         self._failure = None
 
-    def _dispatch(self, events: Array) -> None:
-        pairs = decode_logprobs(events)
-        for at, event in enumerate(events.tolist()):
-            _seq, slot, kind, reason, generation, index, token, logprob, _step = event
-            key = slot, generation
+    def _dispatch(self, outputs: list[tuple[Key, Output]]) -> None:
+        for key, output in outputs:
             queue = self._queues.get(key)
-            if queue is None:
-                continue  # cancelled: its consumer is gone
-            if kind == EventKind.TOKEN:
-                queue.put_nowait(TokenOutput(index, token, logprob, tuple(self._alternatives.pop(key, ()))))
-            elif kind == EventKind.LOGPROBS:
-                count = int(pairs[at]["count"])
-                ids, values = pairs[at]["tokens"][:count].tolist(), pairs[at]["logprobs"][:count].tolist()
-                known = self._alternatives.setdefault(key, [])
-                known += [pair for pair in zip(ids, values, strict=True) if pair[0] >= 0]  # -1: a tiny vocabulary
-            elif kind == EventKind.FINISH:
-                queue.put_nowait(Finished(FinishReason(reason), index, max(0, token)))
-            elif kind == EventKind.ERROR:
-                queue.put_nowait(EngineError(ErrorReason(reason), _explain(ErrorReason(reason))))
+            if queue is not None:  # else cancelled: its consumer is gone
+                queue.put_nowait(output)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str
@@ -180,7 +184,7 @@ class RingEngineClient:
         if self._failure is not None:
             raise EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {self._failure}")
         queue: asyncio.Queue[Output] = asyncio.Queue()
-        handle = self._submit(prompt, params, queue)
+        handle = await self._submit_with_room(prompt, params, queue)
         log.debug("request %s is slot %d generation %d", request_id, handle.slot, handle.generation)
         terminal = False
         try:
@@ -193,13 +197,30 @@ class RingEngineClient:
         finally:
             if self._queues.get((handle.slot, handle.generation)) is queue:
                 del self._queues[handle.slot, handle.generation]
-                self._alternatives.pop((handle.slot, handle.generation), None)
                 if not terminal:
                     self._cancel(handle)
+
+    async def _submit_with_room(
+        self, prompt: Sequence[int], params: SamplingParams, queue: asyncio.Queue[Output]
+    ) -> Handle:
+        """Submits, waiting for arena space: the choices of one request come at once, and together may be larger than
+        the arena, which would be refused for ever. Raises Overloaded after ARENA_WAIT_S, EngineError."""
+        deadline = self._loop.time() + ARENA_WAIT_S
+        while True:
+            try:
+                return self._submit(prompt, params, queue)
+            except ArenaFull as e:
+                if self._failure is not None:
+                    raise EngineError(ErrorReason.ENGINE_DEAD, f"the engine was lost: {self._failure}") from e
+                if self._loop.time() >= deadline:
+                    raise Overloaded(str(e)) from e
+            await asyncio.sleep(ARENA_POLL_S)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, queue: asyncio.Queue[Output]) -> Handle:
         try:
             handle = self._ring.submit(prompt, params, tag=next(self._tags))
+        except ArenaFull:
+            raise
         except RingFull as e:
             raise Overloaded(str(e)) from e
         except ValueError as e:  # e.g. more logit bias than the arena holds beside the prompt
@@ -215,10 +236,9 @@ class RingEngineClient:
     def _cancel(self, handle: Handle) -> None:
         try:
             self._ring.cancel(handle)
-        except RingFull:
-            # Room for a cancel of every live request is kept at submission; only a stalled engine gets here.
-            self._loop.call_later(POLL_S, self._cancel, handle)
-        except (TransportError, ProtocolError) as e:
+        # Room for a cancel of every live request is kept at submission, so RingFull is an engine that lost count. Never
+        # try again later: after a new attach the same slot and generation name another request.
+        except (RingFull, TransportError, ProtocolError) as e:
             log.warning("cancel of slot %d failed: %s", handle.slot, e)
 
     def health(self) -> EngineHealth:
@@ -250,6 +270,37 @@ _EXPLANATIONS = {
 
 def _explain(reason: ErrorReason) -> str:
     return f"{reason.name}: {_EXPLANATIONS.get(reason, 'the engine refused the request')}"
+
+
+class _Decoder:
+    """Turns one epoch's events into what requests are told; holds the alternatives of tokens that are still to come."""
+
+    def __init__(self) -> None:
+        self._alternatives: dict[Key, list[tuple[int, float]]] = {}
+
+    def decode(self, events: Array) -> Iterator[tuple[Key, Output]]:
+        """Raises ProtocolError at an event whose kind or reason does not exist."""
+        pairs = decode_logprobs(events)
+        for at, event in enumerate(events.tolist()):
+            seq, slot, kind, reason, generation, index, token, logprob, _step = event
+            key = slot, generation
+            try:
+                kind = EventKind(kind)
+                if kind == EventKind.TOKEN:
+                    yield key, TokenOutput(index, token, logprob, tuple(self._alternatives.pop(key, ())))
+                elif kind == EventKind.LOGPROBS:
+                    count = int(pairs[at]["count"])
+                    ids, values = pairs[at]["tokens"][:count].tolist(), pairs[at]["logprobs"][:count].tolist()
+                    known = self._alternatives.setdefault(key, [])
+                    known += [pair for pair in zip(ids, values, strict=True) if pair[0] >= 0]  # -1: a tiny vocabulary
+                else:
+                    self._alternatives.pop(key, None)
+                    if kind == EventKind.FINISH:
+                        yield key, Finished(FinishReason(reason), index, max(0, token))
+                    else:
+                        yield key, EngineError(ErrorReason(reason), _explain(ErrorReason(reason)))
+            except ValueError as e:
+                raise ProtocolError(f"event {seq} of slot {slot} generation {generation}: {e}") from e
 
 
 class _Lost(Exception):

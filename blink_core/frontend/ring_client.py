@@ -35,8 +35,16 @@ class RingFull(Exception):
     """No slot, queue entry or arena space at the moment; says which and how many are in use."""
 
 
+class ArenaFull(RingFull):
+    """No arena space: the engine has still to copy earlier prompts, which it does between two steps."""
+
+
 class ProtocolError(Exception):
     """The engine broke the ring protocol, e.g. an event out of sequence."""
+
+
+class Superseded(ProtocolError):
+    """Another front end has attached to the ring, which is no longer this client's to write; says by which epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,7 @@ class RingClient:
         # Seconds after which the lease is renewed with the next use of the ring; infinite where leases never lapse.
         self._lease_every = config.lease_us / 1e6 / _LEASE_RENEWALS if config.lease_us else float("inf")
         self._lease_due = float("inf")  # until attached
+        self._epoch: int | None = None  # None: not attached, or unknown after an attach that failed half way
         self._forget()
 
     def _forget(self) -> None:
@@ -122,6 +131,7 @@ class RingClient:
         run at the same time.
         """
         with self._lock:
+            self._epoch = None
             epoch = self._word("front_end", 0) + 1
             # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
             self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
@@ -134,6 +144,7 @@ class RingClient:
             self.renew_lease()
             deadline = deadline_after(timeout)
             self._transport.wait(self._set_word("front_end", 0, epoch), deadline)
+            self._epoch = epoch
             seen = self._word("gpu", 0)
             while seen != epoch:
                 left = deadline - deadline_after(0)
@@ -144,10 +155,26 @@ class RingClient:
             self._forget()
             return epoch
 
+    def check_epoch(self) -> None:
+        """Raises Superseded if another front end has attached to the ring since this one did; one 8-byte read.
+
+        Every operation asks before it writes. One-sided writes have no condition, so a client that is frozen between
+        the check and its writes still makes those when it goes on; the window is a few instructions, not the freeze,
+        and the next operation raises. Nothing on this side can close it.
+        """
+        if self._epoch is None:
+            return
+        found = self._word("front_end", 0)
+        if found != self._epoch:
+            raise Superseded(
+                f"superseded by epoch {found}: another front end has attached (this one had {self._epoch})"
+            )
+
     def renew_lease(self) -> None:
         """Changes the lease word. `poll`, `submit` and `cancel` do so often enough; a front end that calls none of them
-        for Config.lease_us loses its requests to ERROR LEASE_LOST."""
+        for Config.lease_us loses its requests to ERROR LEASE_LOST. Raises Superseded, as all that write do."""
         with self._lease_lock:
+            self.check_epoch()
             # The word is 64 bits wide and never wraps in practice; a foreign value at its top must not stop us.
             self._lease = (self._lease + 1) % (1 << 64)
             self._lease_due = time.monotonic() + self._lease_every
@@ -186,7 +213,7 @@ class RingClient:
         # One word stays free, so that a full arena is not mistaken for an empty one.
         if oldest - at > words:
             return at
-        raise RingFull(f"arena of {size} words has no room for {words}")
+        raise ArenaFull(f"arena of {size} words has no room for {words}")
 
     def _sq_space(self) -> int:
         return self.config.sq_entries - (self._sq_tail - self._word("gpu", 1))
@@ -198,8 +225,8 @@ class RingClient:
 
         prompt: token ids, int32. masked: each of its tokens needs a grammar mask (`post_mask`); its mailbox is chosen
         here and stands in the handle, unless `params.mask_box` names one. Raises RingFull when there is no slot, entry,
-        mailbox or arena space, ValueError for values that the descriptor or the arena cannot hold; everything else is
-        judged by the engine.
+        mailbox or arena space, ValueError for values that the descriptor or the arena cannot hold, Superseded when the
+        ring has another front end; everything else is judged by the engine.
         """
         try:
             tokens = np.asarray(prompt, dtype=np.int64)
@@ -252,6 +279,7 @@ class RingClient:
             if seal:
                 slot["prompt_checksum"] = words_checksum(payload) if payload.size else 0
                 seal_slot(slot)
+            self.check_epoch()
             self._write(self._at["arena"] + 4 * offset, payload.tobytes())
             self._write(self._at["slots"] + SLOT.itemsize * index, slot.tobytes())
             handle = Handle(index, generation, self._sq_tail, box)
@@ -279,6 +307,7 @@ class RingClient:
             if space < len(entries):
                 size = self.config.sq_entries
                 raise RingFull(f"{len(entries)} entries for a submission queue with {space} free of {size}")
+            self.check_epoch()
             works = [self._publish(operation, slot, generation) for operation, slot, generation in entries]
             tail = self._sq_tail
         for work in works:
@@ -318,6 +347,7 @@ class RingClient:
         with self._lock:
             if (handle.slot, handle.generation) not in self._live:
                 return False
+            self.check_epoch()
             self._write(self._at["mask_bits"] + 4 * words * handle.mask_box, bits.astype("<u4").tobytes())
             self._write(at + 8, words_checksum(bits).to_bytes(8, "little"))
             work = self._write(at, (handle.generation << 40 | handle.slot << 28 | index + 1).to_bytes(8, "little"))
@@ -342,6 +372,7 @@ class RingClient:
                 return
             if self._sq_space() < 1:
                 raise RingFull(f"submission queue of {self.config.sq_entries} entries is full")
+            self.check_epoch()
             work = self._publish(Op.CANCEL, handle.slot, handle.generation)
             self._cancelled.add(key)
         self._await(work)
@@ -353,22 +384,19 @@ class RingClient:
 
         Those of kind LOGPROBS are read by `decode_logprobs`. The lease is renewed as long as this waits.
         The tail is read before the events, and credits go back after they have been copied. `consume=False` keeps
-        the credits until `release_credits`, so that a test can be a slow front end. Raises ProtocolError on an event
-        out of sequence.
+        the credits until `release_credits`, so that a test can be a slow front end. Raises Superseded when the ring has
+        another front end, whose events these would be, ProtocolError on an event out of sequence.
         """
         tail = self._await_events(timeout)
-        count = tail - self._cq_head
+        count, size = tail - self._cq_head, self.config.cq_entries
+        plausible = 0 < count <= size
+        raw = self._copy_events(count) if plausible else b""
+        # After the copy and before anything is concluded from it: what was read is of this epoch.
+        self.check_epoch()
         if count == 0:
             return np.zeros(0, EVENT)
-        if not 0 < count <= self.config.cq_entries:
-            raise ProtocolError(
-                f"completion tail {tail} is not within {self.config.cq_entries} of head {self._cq_head}"
-            )
-        size, first = self.config.cq_entries, self._cq_head & (self.config.cq_entries - 1)
-        part = min(count, size - first)
-        raw = self._read(self._at["cq"] + EVENT.itemsize * first, EVENT.itemsize * part)
-        if part < count:
-            raw += self._read(self._at["cq"], EVENT.itemsize * (count - part))
+        if not plausible:
+            raise ProtocolError(f"completion tail {tail} is not within {size} of head {self._cq_head}")
         events = np.frombuffer(raw, EVENT)
         wrong = events["seq"] != np.arange(self._cq_head + 1, tail + 1, dtype=np.uint64)
         if wrong.any():
@@ -376,7 +404,7 @@ class RingClient:
             raise ProtocolError(f"event {self._cq_head + 1 + at} carries sequence number {int(events['seq'][at])}")
         self._cq_head = tail
         if consume:
-            self.release_credits()
+            self._return_credits()
         ended = events[events["kind"] >= EventKind.FINISH]  # FINISH or ERROR
         with self._lock:
             for key in zip(ended["slot"].tolist(), ended["generation"].tolist(), strict=True):
@@ -387,6 +415,14 @@ class RingClient:
                     if ended_handle.mask_box is not None:
                         self._free_boxes.append(ended_handle.mask_box)
         return events
+
+    def _copy_events(self, count: int) -> bytes:
+        first = self._cq_head & (self.config.cq_entries - 1)
+        part = min(count, self.config.cq_entries - first)
+        raw = self._read(self._at["cq"] + EVENT.itemsize * first, EVENT.itemsize * part)
+        if part < count:
+            raw += self._read(self._at["cq"], EVENT.itemsize * (count - part))
+        return raw
 
     def _await_events(self, timeout: float) -> int:
         """The completion tail, waiting up to `timeout` seconds for it to move."""
@@ -402,6 +438,10 @@ class RingClient:
 
     def release_credits(self) -> None:
         """Returns the credits of all events polled so far. That write is awaited with the next read or submission."""
+        self.check_epoch()
+        self._return_credits()
+
+    def _return_credits(self) -> None:
         self._set_word("front_end", 2, self._cq_head)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.capability("cpu", "shared-memory")
 @pytest.mark.capability("http")
 @pytest.mark.blink_property("repeatable-answers")
 def test_greedy_answers_repeat(rig, client, record):
-    """The same question gets the same answer, and the usage counts agree."""
+    """Catches: an answer that changes from call to call; usage counts that disagree."""
     ask = {"model": rig.model_name, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
     first, second = (client.completions.create(**ask) for _ in range(2))
     record.cases()
@@ -23,14 +23,14 @@ def test_greedy_answers_repeat(rig, client, record):
 
 @pytest.mark.blink_property("ordered-delivery")
 def test_drawn_programs(history):
-    """Programs drawn by the test's own seed: every event once, in order, one terminal event a request."""
+    """Programs drawn by the test's own seed. Catches: events lost, repeated or out of order; a second end."""
     for program in history.draw(2):
         history.check(history(program))
 
 
 @pytest.mark.blink_property("small-pool")
 def test_a_pool_that_is_too_small(engine, history):
-    """An engine of our own with so few pages that requests must give way to each other; nobody is lost."""
+    """An engine of our own with so few pages that requests give way. Catches: one that is lost, pages that leak."""
     with engine.start(pages=34, max_rows=6, max_len=256, slots=16) as small:
         seen = history(history.draw(on=small)[0], on=small)
         history.check(seen, on=small)
@@ -42,7 +42,7 @@ def test_a_pool_that_is_too_small(engine, history):
 @pytest.mark.capability("http")
 @pytest.mark.blink_property("freeze")
 def test_frozen_front_end_pauses_only_its_own(rig, client, history, fault):
-    """While the front end is frozen, requests on another ring finish; its own stream goes on afterwards."""
+    """Catches: a frozen front end that holds up another ring's requests, or whose own stream does not go on."""
     ask = {"model": rig.model_name, "prompt": "1, 2, 3,", "max_tokens": 200, "temperature": 0}
     with client.completions.create(**ask, stream=True, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from verification.certificate.certify import plugin_arguments
 from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +49,7 @@ def _environment(folder: Path, sources: Path, model: Path) -> dict[str, str]:
     built = Path(str(native.__file__))
     if not (sources / "blink_core" / built.name).exists():
         shutil.copy(built, sources / "blink_core" / built.name)
-    installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-    plugin = "" if installed else "-p verification.plugin "
+    plugin = "".join(f"{word} " for word in plugin_arguments())
     scripts = folder / "bin"
     scripts.mkdir()
     commands = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from hil_rigs.description import RIGS_DIR
+from verification.certificate.certify import plugin_arguments
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "tests" / "planted" / "engine.py"
@@ -23,7 +24,7 @@ def test_a_family_that_is_wrong_is_named(tmp_path: Path) -> None:
     description |= {"name": "planted", "engine_command": [str(ENGINE), "family-parts"]}
     (tmp_path / "planted.yaml").write_text(yaml.safe_dump(description), encoding="utf-8")
     suite = ROOT / "verification" / "suite"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "verification.plugin", "--rig-file", "planted.yaml"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugin_arguments(), "--rig-file", "planted.yaml"]
     command += ["-c", str(suite.parent / "suite.ini"), "--out", "out", "-k", "test_tiny_models and not gqa7"]
     command += [str(suite / "test_token_equivalence.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=230, check=False)

@@ -15,6 +15,7 @@ import pytest
 
 from blink_core.abi.enums import EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.ring_client import RingClient
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
 from verification.models.tiny import build_named
@@ -112,7 +113,11 @@ def await_free(rig: LocalRig, deadline_s: float) -> None:
 
 def tokens_of_ring(rig: LocalRig, count: int, ring: int = 1) -> int:
     """Runs one request of `count` tokens on another ring to its end; returns the tokens that came."""
-    client = rig.ring(ring)
+    return run_to_end(rig.ring(ring), count)
+
+
+def run_to_end(client: RingClient, count: int) -> int:
+    """Runs one request of `count` tokens; returns the tokens that came."""
     client.submit([9, 8, 7], SamplingParams(max_tokens=count, ignore_eos=True))
     got, deadline = 0, time.monotonic() + DEADLINE_S
     while client.live:
@@ -194,6 +199,34 @@ def test_frozen_front_end_loses_its_lease_and_says_so(start: Callable[..., Local
         f"{rig.base_url}/v1/completions", json=request_of(rig, max_tokens=8, stream=False), timeout=DEADLINE_S
     )
     assert answer.status_code == 200, answer.text
+
+
+def test_frozen_front_end_that_was_replaced_leaves_the_ring(start: Callable[..., LocalRig]) -> None:
+    """Catches: a front end that was stopped while another attached to its ring, and that goes on to write the queue,
+    lease and credits of the other's epoch, takes its events, or throws it out again; streams that are not told why."""
+    rig = start(lease_us=0)
+    stream = Stream(rig, MAX_LEN - 3)
+    stream.await_first()
+    rig.send("frontend", signal.SIGSTOP)
+    try:
+        successor = rig.ring(0)
+    finally:
+        rig.send("frontend", signal.SIGCONT)
+    epoch = int(rig.memory.snapshot().rings[0]["epoch"])
+    stream.await_end()
+    assert not stream.finished
+    assert stream.error is not None, stream.failure
+    assert f"superseded by epoch {epoch}" in stream.error["message"]
+    assert run_to_end(successor, 200) == 200
+    health = httpx.get(f"{rig.base_url}/health", timeout=DEADLINE_S)
+    assert (health.status_code, health.json()["status"]) == (503, "dead")
+    assert "superseded" in health.json()["reason"]
+    refused = httpx.post(
+        f"{rig.base_url}/v1/completions", json=request_of(rig, max_tokens=4, stream=False), timeout=DEADLINE_S
+    )
+    assert refused.status_code == 503, refused.text
+    assert int(rig.memory.snapshot().rings[0]["epoch"]) == epoch
+    successor.close()
 
 
 def test_engine_death_is_told_within_a_second(start: Callable[..., LocalRig]) -> None:

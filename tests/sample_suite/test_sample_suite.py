@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from verification.certificate.certify import plugin_arguments
 from verification.certificate.report import validate
 from verification.certificate.verify import verify
 from verification.models.tiny import build_named
@@ -46,11 +46,9 @@ class Finished:
 
 def run(folder: Path, model: Path, *arguments: str, out: str = "out") -> Finished:
     """pytest in `folder`, which has no configuration; `-p` only where the plugin is not installed."""
-    installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-    plugin = [] if installed else ["-p", "verification.plugin"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
     environment = kept | {"PYTHONPATH": str(ROOT), "BLINK_HOME": str(folder / "home")}
-    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", "--strict-markers"]
+    command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-p", "no:cacheprovider", "-q", "--strict-markers"]
     command += ["--rootdir", str(folder), "--rig", "local", "--model", str(model), "--out", out, *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

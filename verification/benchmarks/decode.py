@@ -2,8 +2,8 @@
 
 Decode: float32, one thread each, the same prompts and greedy tokens, HuggingFace `generate` and the engine process in
 turn; the time of one step is that of a run with STEPS + 1 tokens less that of a run with one. Memory: the engine
-process's peak resident set against the float32 weights it uses. Ratios are what counts: absolute times are this
-machine's. Other load on the machine shows in both.
+process's peak resident set, after a prompt as long as the rig takes, against the float32 weights it uses. Ratios are
+what counts: absolute times are this machine's. Other load on the machine shows in both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from blink_core.abi.enums import EventKind
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.ring_client import RingClient
+from blink_core.model_store import resolve
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
 from verification.oracles.hf import HFOracle
@@ -112,7 +113,9 @@ def measure_decode(client: RingClient, oracle: HFOracle) -> list[Result]:
     return results
 
 
-def measure_memory(rig: LocalRig, oracle: HFOracle) -> list[Result]:
+def measure_memory(rig: LocalRig, client: RingClient, oracle: HFOracle) -> list[Result]:
+    longest = rig.descriptor.config.max_len - 1
+    engine_run(client, [[i % 1000 + 100 for i in range(longest)]], 1)
     status = Path(f"/proc/{rig.pid('engine')}/status").read_text()
     peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))) / 1024
     weights = sum({id(p): p.numel() * 4 for p in oracle.model.parameters()}.values()) / MIB  # tied ones once
@@ -125,18 +128,17 @@ def measure_memory(rig: LocalRig, oracle: HFOracle) -> list[Result]:
 def run(model: Path) -> list[Result]:
     """All measurements with one engine on the local rig and one oracle. Raises RigFailure or OracleError."""
     oracle = HFOracle.load(model, dtype="float32", threads=1, attention="sdpa")  # what transformers takes by default
-    options = LocalOptions(threads=1, engine={"rings": 2, "slots": 64})
-    with LocalRig(load_rig("local"), model, http=False, options=options) as rig:
-        results = measure_decode(rig.ring(1), oracle)
-        return results + measure_memory(rig, oracle)
+    with LocalRig(load_rig("local"), model, http=False, options=LocalOptions(threads=1)) as rig:
+        client = rig.ring(1)
+        return measure_decode(client, oracle) + measure_memory(rig, client, oracle)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", required=True, help="a fetched model's name, a .gguf file, or a folder")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    results = run(args.model)
+    results = run(resolve(args.model))
     if args.json:
         print(json.dumps([asdict(r) for r in results]))
         return

@@ -191,7 +191,7 @@ def _command(options: Options) -> list[str]:
     return words + ([] if options.seed is None else ["--seed", str(options.seed)])
 
 
-def _plugin_arguments() -> list[str]:
+def plugin_arguments() -> list[str]:
     """The plugin by name where it is not installed as an entry point; twice would be an error."""
     installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
     return [] if installed else ["-p", "verification.plugin"]
@@ -200,7 +200,7 @@ def _plugin_arguments() -> list[str]:
 def _child(options: Options, context: RunContext, limits: Profile) -> tuple[list[str], dict[str, str]]:
     root = _PACKAGE.parent if options.suite.is_relative_to(_PACKAGE) else options.suite.parent
     arguments = [sys.executable, "-m", "pytest", "-c", str(_PACKAGE / "suite.ini"), "--rootdir", str(root)]
-    arguments += [*_plugin_arguments(), str(options.suite)]
+    arguments += [*plugin_arguments(), str(options.suite)]
     arguments += ["--rig", options.rig, "--profile", options.profile, "--out", str(options.out)]
     arguments += ["--junitxml", str(options.out / output.JUNIT), "--alluredir", str(options.out / output.ALLURE)]
     arguments += ["--timeout", str(limits.test_timeout_s)]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -301,6 +301,37 @@ def test_client_that_stops_reading_is_cancelled(harness: Harness) -> None:
             writer.write(request_bytes("/v1/completions", body))
             await made.engine.cancelled.get()  # bounded by the deadline of `run`
             writer.transport.abort()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_whole_answer_whose_client_stops_reading_is_given_up(harness: Harness, failing: bool) -> None:
+    """Catches: a whole answer, or an error, that waits for ever for a client which takes nothing any more."""
+
+    async def scenario() -> None:
+        made = harness(script=lambda _p, _q: [Overloaded()] if failing else [97, FinishReason.EOS], send_timeout_s=0.05)
+        body = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
+        requests = iter([{"type": "http.request", "body": body, "more_body": False}])
+        never = asyncio.Event()
+        tried: list[str] = []
+
+        async def receive() -> dict[str, object]:
+            for request in requests:
+                return request
+            await never.wait()
+            raise AssertionError
+
+        async def send(message: MutableMapping[str, object]) -> None:
+            tried.append(str(message["type"]))
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        scope |= {"headers": [(b"content-type", b"application/json")], "query_string": b"", "root_path": ""}
+        await made.app(scope, receive, send)  # bounded by the deadline of `run`
+        assert tried == ["http.response.start", "http.response.body"]
+        assert made.engine.live == 0
 
     run(scenario)
 

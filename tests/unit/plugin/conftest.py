@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from verification.certificate.certify import plugin_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -116,11 +117,6 @@ def environment(folder: Path) -> dict[str, str]:
     """The environment of a child: this tree's packages, no one's keys, none of the outer pytest's settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
     return kept | {"PYTHONPATH": str(ROOT), "BLINK_HOME": str(folder / "home")}
-
-
-def plugin_arguments() -> list[str]:
-    installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-    return [] if installed else ["-p", "verification.plugin"]
 
 
 class ForkServer:

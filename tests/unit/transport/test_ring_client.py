@@ -22,6 +22,7 @@ from blink_core.frontend.ring_client import (
     ProtocolError,
     RingClient,
     RingFull,
+    Superseded,
     decode_logprobs,
     sq_word,
 )
@@ -608,3 +609,94 @@ def test_restarted_front_end_takes_over(make: Callable[..., Stepped]) -> None:
     assert lease(e) > before
     assert [e.client.submit([1, 2], SamplingParams(2)) for _ in range(4)] == [Handle(i, 1, i) for i in range(4)]
     assert ends(e.finish()) == [(EventKind.FINISH, FinishReason.LENGTH)] * 4
+
+
+# ---- another front end on the ring
+
+
+def use(client: RingClient, operation: str, handle: Handle) -> None:
+    """One operation that writes to the ring, or that takes events from it."""
+    match operation:
+        case "poll":
+            client.poll(0.0)
+        case "submit":
+            client.submit([1, 2], SamplingParams(2))
+        case "cancel":
+            client.cancel(handle)
+        case "publish_entries":
+            client.publish_entries([(Op.CANCEL, handle.slot, handle.generation)])
+        case "post_mask":
+            client.post_mask(handle, 0, bits_of(client.config, 1))
+        case "release_credits":
+            client.release_credits()
+        case "renew_lease":
+            client.renew_lease()
+
+
+OPERATIONS = ["poll", "submit", "cancel", "publish_entries", "post_mask", "release_credits", "renew_lease"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_superseded_client_writes_nothing(make: Callable[..., Stepped], operation: str) -> None:
+    """Catches: a front end that was frozen while another attached and goes on to write the queue, slots, masks, lease
+    or credits of the new epoch, or takes its events."""
+    e = make(masks=2, lease_us=10**9)
+    old = e.client
+    handle = old.submit([1, 2], SamplingParams(9), masked=True)
+    e.client = e.connect()
+    assert e.attach(e.client) == 2
+    e.client.submit([3, 4], SamplingParams(2))
+    for _ in range(4):
+        e.step()  # as many events as the old client would take for its own
+    assert int(e.ring["gpu"]["cq_tail"][0]) > 0
+    sections = ("front_end", "sq", "slots", "arena", "mask_boxes", "mask_bits")
+    before = {name: e.ring[name].tobytes() for name in sections}
+    for _ in range(2):
+        with pytest.raises(Superseded, match="superseded by epoch 2.*this one had 1"):
+            use(old, operation, handle)
+    assert {name: e.ring[name].tobytes() for name in sections} == before
+    assert ends(e.finish()) == [(EventKind.FINISH, FinishReason.LENGTH)]
+
+
+def test_superseded_while_it_waits(make: Callable[..., Stepped]) -> None:
+    """Catches: an epoch looked at only before the wait for events, so that a client frozen in it takes the new epoch's
+    events and writes its credits."""
+    e = make()
+
+    class Frozen(ShmTransport):
+        during: Callable[[], None] | None = None
+
+        def wait_word(self, offset: int, old: int, timeout: float) -> int:
+            if self.during is not None:
+                self.during()
+            return super().wait_word(offset, old, timeout)
+
+    old = e.connect(Frozen)
+    e.attach(old)
+
+    def taken() -> None:
+        e.client = e.connect()
+        e.attach(e.client)
+        e.client.submit([3, 4], SamplingParams(2))
+        for _ in range(4):
+            e.step()
+
+    old._transport.during = taken  # type: ignore[attr-defined]
+    with pytest.raises(Superseded, match="superseded by epoch 3"):
+        old.poll(0.0)
+    assert int(e.ring["front_end"]["cq_head"][0]) == 0
+    assert ends(e.finish()) == [(EventKind.FINISH, FinishReason.LENGTH)]
+
+
+def test_epoch_is_taken_back_by_attaching(make: Callable[..., Stepped]) -> None:
+    """Catches: a superseded client that stays so after it attached again, or a check that fails the one on the ring."""
+    e = make()
+    other = e.connect()
+    e.attach(other)
+    with pytest.raises(Superseded):
+        e.client.poll(0.0)
+    assert e.attach(e.client) == 3
+    e.client.submit([1, 2], SamplingParams(2))
+    assert ends(e.finish()) == [(EventKind.FINISH, FinishReason.LENGTH)]
+    with pytest.raises(Superseded, match="epoch 3"):
+        other.poll(0.0)

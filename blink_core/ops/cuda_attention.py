@@ -1,0 +1,231 @@
+"""Paged attention on the GPU: the work list of a step and the kernels that take from it (design section 7)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from blink_core.ops.cuda_modules import Kernels, pointer
+
+UNIT = 64  # attention_plan.cu
+TILE_ROWS = 128  # attention_prefill.cu
+HEADS_AT_ONCE = 16  # attention_decode.cu
+WAVES = 4  # decode blocks wanted, in times of what the GPU holds: evens out the rounding
+MIN_CHUNK = 256  # keys of a split: below, its fixed cost outweighs what more blocks gain
+LOG2E = 1.4426950408889634
+
+
+class PlanParams(ctypes.Structure):
+    """``PlanParams`` of attention_plan.cu."""
+
+    _fields_ = [
+        (n, ctypes.c_int)
+        for n in ("heads_work", "target", "fixed_chunk", "min_chunk", "tile_tokens", "window", "max_items", "max_tiles")
+    ]
+
+
+class DecodeParams(ctypes.Structure):
+    """``DecodeParams`` of attention_decode.cu."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_longlong),
+        *((n, ctypes.c_void_p) for n in ("k", "v", "out", "counts", "items", "block_tables")),
+        *((n, ctypes.c_void_p) for n in ("partial", "partial_sums", "arrived")),
+        ("table_stride", ctypes.c_longlong),
+        *((n, ctypes.c_int) for n in ("heads", "kv_heads", "max_items")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class PrefillParams(ctypes.Structure):
+    """``PrefillParams`` of attention_prefill.cu."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_longlong),
+        *((n, ctypes.c_void_p) for n in ("k", "v", "out", "counts", "tiles", "block_tables", "tickets")),
+        ("table_stride", ctypes.c_longlong),
+        *((n, ctypes.c_int) for n in ("heads", "kv_heads", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class StrictParams(ctypes.Structure):
+    """``StrictParams`` of attention_strict.cu."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_longlong),
+        *((n, ctypes.c_void_p) for n in ("k", "v", "out", "sizes", "row_starts", "context_lens", "token_rows")),
+        *((n, ctypes.c_void_p) for n in ("block_tables", "table_rows")),
+        ("table_stride", ctypes.c_longlong),
+        *((n, ctypes.c_int) for n in ("heads", "kv_heads", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of a model's attention and the page size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key-value heads")
+        if self.heads // self.kv_heads > TILE_ROWS:
+            raise ValueError(
+                f"{self.heads // self.kv_heads} query heads a key-value head, expected at most {TILE_ROWS}"
+            )
+        if self.head_dim not in (64, 96, 128):
+            raise ValueError(f"head_dim is {self.head_dim}, expected 64, 96 or 128")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def blocks_per_item(self) -> int:
+        """Decode blocks that one split of a row makes."""
+        return self.kv_heads * -(-self.group // HEADS_AT_ONCE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What the kernels read of a step, on the device. Everything may be padded: ``sizes`` says what is there.
+
+    sizes int32 [4]: rows, tokens, samples, 0. row_starts int32 [R+1], context_lens int32 [R], table_rows int32 [R] (row
+    of block_tables), block_tables uint32 [., P].
+    """
+
+    sizes: cp.ndarray
+    row_starts: cp.ndarray
+    context_lens: cp.ndarray
+    block_tables: cp.ndarray
+    table_rows: cp.ndarray
+
+
+class CudaAttentionPlan:
+    """Work list of one step for one window, made by :meth:`make` on the device; its memory is fixed at creation.
+
+    ``max_rows``, ``max_tokens``: of a step. ``fixed_chunk``: keys of a split in batch-invariant mode, else None.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: AttentionShape,
+        max_rows: int,
+        max_tokens: int,
+        *,
+        window: int | None = None,
+        fixed_chunk: int | None = None,
+        max_context: int = 1 << 17,
+    ) -> None:
+        self.kernels, self.shape, self.window = kernels, shape, window
+        self.arrays: StepArrays | None = None
+        places = 2 * cp.cuda.Device().attributes["MultiProcessorCount"]
+        target = WAVES * places
+        if fixed_chunk is not None and (fixed_chunk < UNIT or fixed_chunk % UNIT):
+            raise ValueError(f"fixed_chunk must be a multiple of {UNIT}, got {fixed_chunk}")
+        splits = -(-max_context // fixed_chunk) * max_rows if fixed_chunk else target // shape.blocks_per_item + 1
+        max_items = max_rows + splits
+        tile_tokens = TILE_ROWS // shape.group
+        max_tiles = max_rows + -(-max_tokens // tile_tokens)
+        self._params = PlanParams(
+            shape.blocks_per_item, target, fixed_chunk or 0, MIN_CHUNK, tile_tokens, window or 0, max_items, max_tiles
+        )
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self.counts = cp.zeros(4, cp.int32)
+        self.items = cp.zeros((max_items, 8), cp.int32)
+        self.tiles = cp.zeros((max_tiles, 4), cp.int32)
+        self.token_rows = cp.zeros(max_tokens, cp.int32)
+        self.partial = cp.zeros((max_items, shape.heads, shape.head_dim), cp.float32)
+        self.partial_sums = cp.zeros((max_items, shape.heads, 2), cp.float32)
+        self.tickets = cp.zeros(2, cp.int32)
+        self.arrived = cp.zeros((max_rows, shape.blocks_per_item), cp.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the plan."""
+        arrays = (self.items, self.tiles, self.token_rows, self.partial, self.partial_sums, self.arrived)
+        return int(sum(a.nbytes for a in arrays))
+
+    def make(self, arrays: StepArrays) -> None:
+        """Fill the list from the step's rows, on the current stream."""
+        rows = arrays.context_lens.shape[0]
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows, the plan was made for {self._max_rows}")
+        self.arrays = arrays
+        kernel = self.kernels.get("attention_plan.cu", "attention_plan")
+        kernel.launch(
+            1, 256, arrays.sizes, arrays.row_starts, arrays.context_lens, arrays.table_rows, self._params, self.counts,
+            self.items, self.tiles, self.token_rows,
+        )  # fmt: skip
+        # A launch without dependence: the attention kernels read the list before they wait for their predecessor.
+        self.kernels.get("attention_plan.cu", "attention_plan_made").launch(1, 32, dependent=False)
+
+    def attend(
+        self,
+        q: cp.ndarray,
+        q_stride: int,
+        k: cp.ndarray,
+        v: cp.ndarray,
+        out: cp.ndarray,
+        *,
+        decode: bool,
+        prefill: bool,
+    ) -> None:
+        """Attention of the step's tokens over one layer's pages.
+
+        ``q``: [T, ., head_dim], query heads first, rows ``q_stride`` elements apart. ``k``, ``v`` [pages, page_size,
+        kv_heads, head_dim]. ``out`` [T, heads * head_dim]. ``decode``, ``prefill``: whether rows of one or of several
+        new tokens can be in the step.
+        """
+        if self.arrays is None:
+            raise ValueError("the attention plan has not been made")
+        a, s = self.arrays, self.shape
+        defines = {"HEAD_DIM": s.head_dim, "PAGE_SIZE": s.page_size}
+        tables = (pointer(a.block_tables), pointer(a.table_rows))
+        stride = a.block_tables.shape[1]
+        tail = (stride, s.heads, s.kv_heads, self.window or 0)
+        scale = float(np.float32(s.head_dim**-0.5))
+        common: tuple[Any, ...] = (pointer(q), q_stride, pointer(k), pointer(v), pointer(out))
+        if self.kernels.dtype == "float32":
+            params = StrictParams(
+                *common, pointer(a.sizes), pointer(a.row_starts), pointer(a.context_lens), pointer(self.token_rows),
+                *tables, *tail, scale,
+            )  # fmt: skip
+            kernel = self.kernels.get("attention_strict.cu", "attention_strict", **defines)
+            kernel.launch(min(q.shape[0] * s.heads, kernel.places(128)), 128, params)
+            return
+        row = (s.head_dim + 8) * 2
+        if decode:
+            kernel = self.kernels.get("attention_decode.cu", "attention_decode", 4 * 3 * 2 * 16 * row, **defines)
+            decode_params = DecodeParams(
+                *common, pointer(self.counts), pointer(self.items), pointer(a.block_tables), pointer(self.partial),
+                pointer(self.partial_sums), pointer(self.arrived), stride, s.heads, s.kv_heads, self.items.shape[0],
+                scale * LOG2E,
+            )  # fmt: skip
+            kernel.launch(kernel.places(128), 128, decode_params)
+        if prefill:
+            kernel = self.kernels.get("attention_prefill.cu", "attention_prefill", (128 + 4 * 64) * row, **defines)
+            prefill_params = PrefillParams(
+                *common,
+                pointer(self.counts),
+                pointer(self.tiles),
+                pointer(a.block_tables),
+                pointer(self.tickets),
+                *tail,
+                scale * LOG2E,
+            )
+            kernel.launch(kernel.places(128), 128, prefill_params)

@@ -1,0 +1,82 @@
+"""The model kernels stay GPU source: NVRTC compiles them for every architecture of the design, without a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cuda.bindings import nvrtc
+
+from blink_core.ops.cuda_sources import KERNELS, options, source
+from blink_core.runtime.nvrtc import ARCHITECTURES, cccl_include
+
+HEAD = {"HEAD_DIM": 128, "PAGE_SIZE": 16}
+# Every file for the architecture developed on; on the others those with instructions of their own: each takes seconds.
+ELSEWHERE = ("elementwise.cu", "attention_decode.cu")
+PLAIN = ("elementwise.cu", "attention_plan.cu", "gemm_skinny.cu", "gemm_tile.cu", "moe.cu", "sampler.cu")
+HEADS = ("rope_kv.cu", "attention_decode.cu", "attention_prefill.cu", "attention_strict.cu")
+STEP_VIEW = "step_view.cu"  # compiled with the ABI's header, see below
+VARIANTS: tuple[tuple[str, str, dict[str, int]], ...] = (
+    ("gemm_tile.cu", "float32", {}),
+    ("attention_strict.cu", "float32", HEAD),
+    ("rope_kv.cu", "float32", {"HEAD_DIM": 96}),
+    ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8}),
+    ("attention_prefill.cu", "bfloat16", {"HEAD_DIM": 64, "PAGE_SIZE": 8}),
+)
+
+
+def compile_kernels(text: str, flags: tuple[str, ...]) -> str:
+    """The compiler's log, empty if it had nothing to say. Raises AssertionError with it if it refused."""
+
+    def value(result: tuple[Any, ...]) -> Any:
+        assert int(result[0]) == 0, result[0]
+        return result[1] if len(result) > 1 else None
+
+    program = value(nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], []))
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+    log = bytearray(value(nvrtc.nvrtcGetProgramLogSize(program)))
+    value(nvrtc.nvrtcGetProgramLog(program, log))
+    message = log.decode().strip("\0\n ")
+    assert int(error) == 0, message
+    return message
+
+
+def test_every_kernel_compiles() -> None:
+    """Catches: a kernel that one of the architectures, element types or head dims refuses, and a file left out here."""
+    assert {f.name for f in KERNELS.glob("*.cu")} == {*PLAIN, *HEADS, STEP_VIEW}
+    todo: list[tuple[str, str, str, dict[str, int]]] = [
+        (f, "bfloat16", a, HEAD if f in HEADS else {})
+        for a in ARCHITECTURES
+        for f in (*PLAIN, *HEADS)
+        if a == "sm_90a" or f in ELSEWHERE
+    ]
+    todo += [(f, dtype, "sm_90a", defines) for f, dtype, defines in VARIANTS]
+
+    def build(job: tuple[str, str, str, dict[str, int]]) -> str:
+        file, dtype, architecture, defines = job
+        return compile_kernels(source(file), (f"--gpu-architecture={architecture}", *options(dtype, **defines)))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [log for log in pool.map(build, todo) if log] == []
+
+
+def test_step_view_compiles() -> None:
+    """Catches: a step view that no longer fits the plan's records."""
+    header = KERNELS.parent / "abi.hpp"
+    if "uint32_t masked;" not in header.read_text():
+        pytest.skip("needs the plan of ABI 2")
+    flags = ("--gpu-architecture=sm_90a", "--std=c++20", f"-I{cccl_include()}", f"-I{KERNELS}")
+    compile_kernels((KERNELS / STEP_VIEW).read_text().replace('"../abi.hpp"', f'"{header}"'), flags)
+
+
+def test_compiler_errors_are_reported() -> None:
+    """Catches: a compile error that is swallowed, so that the tests above would pass on broken source."""
+    with pytest.raises(AssertionError, match="error"):
+        compile_kernels("__global__ void broken() { undefined(); }", ("--gpu-architecture=sm_90a",))
+
+
+def test_unknown_dtype_is_refused() -> None:
+    """Catches: a misspelt element type that compiles as another one."""
+    with pytest.raises(ValueError, match="bf16"):
+        options("bf16")
