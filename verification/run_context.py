@@ -71,6 +71,8 @@ class RunContext:
     broken: dict[str, str] = field(default_factory=dict)  # why, by rig: "rig" serves the model under test
     capabilities: frozenset[str] = frozenset()
     replay: Recording | None = None
+    replayed: bool = False  # whether the recording ran in the test that it is of
+    test: str = ""  # own id of the test that runs
     judges_required: bool = False
     http: HttpLog = field(default_factory=HttpLog)  # what the `client` fixture asked for, for a failure's bundle
     seen_last: dict[str, EngineEvidence] = field(default_factory=dict)  # engines that a test started and left failing
@@ -95,10 +97,22 @@ class RunContext:
         return {
             "id": self.run_id,
             "rig": self.rig,
+            "rig_kind": self.rig_kind,
             "profile": self.profile_name,
             "seed": self.seed,
             "model": self.model,
         }
+
+    @property
+    def rig_kind(self) -> str:
+        """The kind of the rig, which has the required set; a rig's own name is its kind."""
+        from verification.certificate.required import required_name
+
+        return required_name(self.rig)
+
+    def replay_ran(self) -> None:
+        """The recording that `--replay` gave has run."""
+        self.replayed = True
 
     def derive_seed(self, *names: object, bits: int = 63) -> int:
         """A seed for the thing with these names: a hash of them and the root seed, the same on every machine."""
@@ -120,6 +134,10 @@ class RunContext:
         others go on.
         """
         self.broken.setdefault(fixture, reason)
+
+    def mend_rig(self, reason: str) -> None:
+        """Takes back what `break_rig` declared for this reason: the rig was brought back. Other reasons stay."""
+        self.broken = {fixture: why for fixture, why in self.broken.items() if why != reason}
 
     def evidence(self, test_id: str) -> Path | None:
         """A folder for files of a test that are signed with the report; None when no output was asked for."""

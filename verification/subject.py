@@ -56,7 +56,8 @@ class Subject:
 
     asked_len: the length that the rig was started with. on_death: called once with the reason when the engine is
     found dead, wedged or out of reach. Then `dead` says so, and every later run's history too. starter: how `start`
-    starts another engine. replayed: the program that runs in place of every other (`--replay`).
+    starts another engine. replayed: the program that runs in place of every other (`--replay`); on_replay: called
+    whenever it has.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Subject:
     dead: str | None = None
     starter: Start | None = None
     replayed: Program | None = None
+    on_replay: Callable[[], None] = lambda: None
     recent: deque[History] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))  # of this test, oldest first
 
     @cached_property
@@ -154,6 +156,8 @@ class Subject:
             self.lost(history.died)
         history.subject = self.name
         self.recent.append(history)
+        if self.replayed is not None and history.submitted:
+            self.on_replay()
         return history
 
     def reattach(self) -> str | None:
@@ -171,6 +175,13 @@ class Subject:
         if self.dead is None:
             self.dead = reason
             self.on_death(f"{self.name}: {reason}")
+
+    def revived(self, client: RingClient) -> str | None:
+        """A fault that took the engine away is healed: another serves, with this client. Gives what `on_death` was
+        told, None if it was not called."""
+        reason = None if self.dead is None else f"{self.name}: {self.dead}"
+        self.client, self.dead = client, None
+        return reason
 
     def snapshot(self, log_from: int = 0) -> StateSnapshot:
         """State at a step boundary, with the log from an index on. Raises EngineLost when there is no boundary."""

@@ -67,6 +67,8 @@ class FaultBench:
             proof = fault.proof(site)
         finally:
             self._heal(fault, site, subject)
+        if (void := fault.void(site)) is not None:
+            raise PropertyUnknown(CheckResult(Verdict.UNKNOWN, PROPERTY, "hit", f"{name}: {void}"))
         if not site.hit.requests or not proof.holds:
             why = proof.evidence if site.hit.requests else "no request was live at the injection"
             raise PropertyUnknown(CheckResult(Verdict.UNKNOWN, PROPERTY, "hit", f"{name}: {why}"))
@@ -76,7 +78,9 @@ class FaultBench:
         try:
             fault.heal(site)
             if subject.rig.pid("engine") != engine:  # another process: the old ring is gone
-                subject.client = subject.rig.ring()
+                reason = subject.revived(subject.rig.ring())
+                if reason is not None:  # what the test saw of the fault: later tests have an engine again
+                    self._run.mend_rig(reason)
         except RigFailure as error:
             raise RigBroken(f"fault {fault.name} did not heal: {error}") from error
 
@@ -84,6 +88,7 @@ class FaultBench:
         """The scenario drawn for a fault by the test's own seed or by `seed`; the recorded one under `--replay`."""
         replay = self._run.replay
         if replay is not None and replay.plan is not None and replay.plan.get("fault") == name:
+            self._run.replay_ran()
             return FaultPlan.from_json(replay.plan)
         _, shape = self._scenarios(find(name))
         drawn = self._run.derive_seed(self._test, name, seed if seed is not None else "")

@@ -2,10 +2,12 @@
 
 Clauses:
   control       without the fault every request finishes
-  hit           the fault hit a live request and took effect (unknown otherwise: then nothing was tested)
+  hit           the fault hit a live request, took effect and was what it declares (unknown otherwise: then nothing
+                was tested)
   goodput       requests outside the blast radius finish with the tokens of the control run
   meanwhile     what the fault itself demands while it lasts, e.g. pages that are free when a lease has lapsed
-  outcome       victims end as the fault declares; nobody gets a wrong token, or anything after the end
+  outcome       victims end as the fault declares, within its bound if it has one; nobody gets a wrong token, or
+                anything after the end
   recovery      everyone is served again within the fault's bound, with the tokens of the control run
   conservation  when idle no request lives and every page is free
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verification.faults.model import End
+from verification.faults.model import Blast, End
 from verification.faults.scenario import FaultRun
 from verification.faults.traffic import Call
 from verification.result import CheckResult, Measurement, Verdict, merge
@@ -38,6 +40,8 @@ def check(run: FaultRun) -> CheckResult:
         "live requests hit": Measurement(len(run.hit.requests), "requests"),
         "recovered after": Measurement(run.recovered_s, "s", run.fault.recovery_s),
     }
+    if run.told_s is not None:
+        counts["victims told after"] = Measurement(run.told_s, "s", run.fault.told_within_s)
     message = f"{run.fault.name}: {merged.message}"
     return CheckResult(merged.verdict, PROPERTY, merged.clause, message, merged.witness, counts)
 
@@ -46,6 +50,14 @@ def _results(run: FaultRun) -> Iterator[CheckResult]:
     unfinished = [_shown(call) for call in run.control.values() if call.end is not End.FINISHED]
     if unfinished or not run.control:
         yield _bad("control", f"{len(unfinished)} requests did not finish without any fault", calls=unfinished)
+        return
+    if run.void is not None:
+        # What victims saw may be another fault's doing. Those whom it touches no more than this one must be served all
+        # the same (they may be why it took so long), and pages must add up.
+        yield _result(Verdict.UNKNOWN, "hit", f"not the fault that is declared: {run.void}")
+        if run.fault.blast is not Blast.NONE:
+            yield _check_goodput(run)
+        yield _check_conservation(run)
         return
     yield _check_hit(run)
     if run.trouble is not None:
@@ -110,6 +122,12 @@ def _check_outcome(run: FaultRun) -> CheckResult:
             return _bad("outcome", why)
         if call.output and control[: len(call.seen())] != call.seen():
             return _bad("outcome", f"{name} got tokens that the control run did not give", call=_shown(call))
+    bound = run.fault.told_within_s
+    if bound is not None:
+        if run.told_s is None:
+            return _result(Verdict.UNKNOWN, "outcome", "when the victims were told was not measured")
+        if run.told_s > bound:
+            return _bad("outcome", f"the last victim was told after {run.told_s:.2f} s, the bound is {bound:g} s")
     return _result(Verdict.VALID, "outcome", f"victims ended as declared: {run.fault.expected}")
 
 

@@ -10,7 +10,7 @@ import psutil
 from blink_core.abi.enums import ErrorReason, LogKind, RequestState
 from hil_rigs.engine_memory import StateSnapshot
 from verification.faults.model import Blast, End, Fault, Proof, Site, live_requests, register
-from verification.faults.processes import await_stopped, resume
+from verification.faults.processes import ShortStop, await_stopped, killed, resume
 
 LEASE_US = 2_500_000
 FREED_WITHIN_S = 5.0  # after the lease: a step, a look at the clock, and a busy machine
@@ -67,8 +67,7 @@ class LeaseFrontEndKill(LeaseFault):
         self.strike(site, signal.SIGKILL)
 
     def proof(self, site: Site) -> Proof:
-        ended = site.rig.exited("frontend")
-        return Proof(ended is not None and "status -9" in ended, (ended or "the front end still runs").splitlines()[0])
+        return killed(site, "frontend")
 
     def wrong(self, site: Site) -> str | None:
         return self.not_freed(site)
@@ -108,7 +107,7 @@ class LeaseFrontEndStop(LeaseFault):
 
 
 @register
-class LeaseFrontEndPause(LeaseFault):
+class LeaseFrontEndPause(ShortStop):
     """SIGSTOP of the front end for less than its lease."""
 
     name = "lease-frontend-pause"
@@ -117,16 +116,12 @@ class LeaseFrontEndPause(LeaseFault):
     ends = frozenset({End.FINISHED})
     expected = "nothing is lost: streams pause and go on, and requests sent meanwhile are served."
     stalls = True  # nobody is waited for: the lease must not lapse
-
-    def inject(self, site: Site) -> None:
-        self.strike(site, signal.SIGSTOP)
-        site.hit.notes["stopped"] = await_stopped(site.rig.pid("frontend"))
+    lease_us = LEASE_US
+    alone = False
+    recovery_s = 60.0
 
     def proof(self, site: Site) -> Proof:
         while time.monotonic() < site.hit.notes["struck"] + BRIEF_S:
             site.pump(0.02)
         live = live_requests(site.state(), self.ring)
         return Proof(bool(site.hit.notes["stopped"]) and len(live) > 0, f"{len(live)} of its requests live unread")
-
-    def heal(self, site: Site) -> None:
-        resume(site, "frontend")

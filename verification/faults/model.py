@@ -112,6 +112,12 @@ def live_requests(state: StateSnapshot, ring: int | None = None) -> tuple[LiveRe
     return tuple(found)
 
 
+def paused_rows(state: StateSnapshot, ring: int) -> tuple[int, int]:
+    """How many running rows of a ring pause for want of credits (or of a mask), and how many it has."""
+    rows = state.running[state.running // state.config.slots == ring]
+    return int((state.requests["paused"][rows] > 0).sum()), len(rows)
+
+
 class Fault(ABC):
     """One fault. Class attributes declare it; `inject` runs while the engine is held at a step boundary."""
 
@@ -132,6 +138,8 @@ class Fault(ABC):
     """Nobody is waited for between injection and heal: none is served, or the fault must be short."""
     told_after_heal: ClassVar[bool] = False
     """Victims that do not finish learn of it only when the fault is healed."""
+    told_within_s: ClassVar[float | None] = None
+    """Seconds from the injection within which the last victim must have its end; None: no bound."""
     says: ClassVar[str] = ""
     """What a victim's error must name."""
     lease_us: ClassVar[int] = 0
@@ -153,6 +161,11 @@ class Fault(ABC):
 
     def heal(self, site: Site) -> None:  # noqa: B027  (what ends by itself needs none)
         """Takes the fault away. After a failure it may be called twice."""
+
+    def void(self, site: Site) -> str | None:
+        """Why what was seen decides nothing, although the fault took effect: it was not the one that is declared, e.g.
+        a stop that became longer than a lease. None if it was. Called after the heal."""
+        return None
 
     @classmethod
     def about(cls) -> str:

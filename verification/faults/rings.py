@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from blink_core.abi.dtypes import SLOT
+from blink_core.abi.dtypes import SLOT, Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, Op
 from hil_rigs.engine_memory import StateSnapshot
-from verification.faults.model import SUITE_RING, Blast, End, Fault, Proof, Site, register
+from verification.faults.model import SUITE_RING, Blast, End, Fault, Proof, Site, paused_rows, register
 
 EFFECT_WITHIN_S = 20.0
 UNKNOWN_OPS = (0, 3, 7, 15)
 
 
+Entry = tuple[int, int]  # slot and generation
+
+
+def wrong_answers(
+    log: Array, events: Sequence[Mapping[str, int]], wanted: Sequence[Entry], reason: ErrorReason
+) -> str | None:
+    """What is wrong with how the ring's entries `wanted` were answered, each of which is to be refused by one ERROR.
+
+    log: LogEntry[n], the engine's log since they were published. events: what the ring got since that is no request's
+    of a client: slot, generation, kind and reason each. None if nothing is wrong.
+    """
+    due = Counter(wanted)
+    told = Counter(
+        (e["slot"], e["generation"]) for e in events if (e["kind"], e["reason"]) == (EventKind.ERROR, reason)
+    )
+    others = len(events) - told.total()
+    if others or told != due:
+        missing, more = (due - told).total(), (told - due).total()
+        return (
+            f"of {due.total()} entries to be refused {missing} got no ERROR {reason.name}, {more} came in excess, "
+            f"and {others} other events"
+        )
+    rejects = log[(log["ring"] == SUITE_RING) & (log["kind"] == LogKind.REJECT)]
+    logged = Counter((int(e["slot"]), int(e["generation"])) for e in rejects if e["a"] == reason)
+    if logged != due or len(rejects) != due.total():
+        return f"the log has {logged.total()} refusals for {reason.name} of {len(rejects)}, not the {due.total()} told"
+    return None
+
+
+def wrong_cancels(log: Array, live: Sequence[Entry], entries: int) -> str | None:
+    """What is wrong with how `entries` cancels of the ring's requests `live` were taken; None if each ended once.
+
+    log: LogEntry[n], the engine's log since they were published.
+    """
+    mine = log[log["ring"] == SUITE_RING]
+    cancels = mine[mine["kind"] == LogKind.CANCEL]
+    ended = mine[(mine["kind"] == LogKind.FINISH) & (mine["a"] == FinishReason.CANCELLED)]
+    due, found = Counter(live), Counter((int(e["slot"]), int(e["generation"])) for e in cancels if e["a"])
+    if len(cancels) != entries or found != due:
+        return f"{len(cancels)} of {entries} cancels in the log, {found.total()} found one of {due.total()} requests"
+    if Counter((int(e["slot"]), int(e["generation"])) for e in ended) != due:
+        return f"{len(ended)} requests ended as cancelled, not the {due.total()} that were"
+    return None
+
+
 class RingFault(Fault):
-    """A fault on the suite's own ring."""
+    """A fault on the suite's own ring, by entries that it publishes; `notes["sq_tail"]` is the queue's tail then."""
 
     ring = SUITE_RING
     alone = False
@@ -32,9 +79,24 @@ class RingFault(Fault):
                 return state
             site.pump(0.02)
 
+    def proof(self, site: Site) -> Proof:
+        """That the entries were taken. What the engine made of them is for `wrong`."""
+        taken, tail = int(self.await_taken(site).rings[SUITE_RING]["sq_next"]), int(site.hit.notes["sq_tail"])
+        return Proof(taken >= tail, f"the engine has taken {taken} of {tail} entries of the ring")
+
+    def refused(self, site: Site, wanted: Sequence[Entry], reason: ErrorReason) -> str | None:
+        """`wrong_answers`, once the client has as many events as are due, or the deadline is over."""
+        deadline = time.monotonic() + EFFECT_WITHIN_S
+        while True:
+            state = self.await_taken(site)
+            site.pump(0.05)  # all events of that boundary are published
+            events = site.ring_lane().foreign[site.hit.notes["foreign"] :]
+            if len(events) >= len(wanted) or time.monotonic() > deadline:
+                return wrong_answers(state.log, events, wanted, reason)
+
 
 @register
-class WithheldCredits(RingFault):
+class WithheldCredits(Fault):
     """A front end that reads and gives no credits back."""
 
     name = "withheld-credits"
@@ -42,6 +104,9 @@ class WithheldCredits(RingFault):
     blast = Blast.RING
     ends = frozenset({End.FINISHED})
     expected = "its rows pause; other rings finish; with credits again its rows go on where they were."
+    ring = SUITE_RING
+    alone = False
+    recovery_s = 30.0
 
     def inject(self, site: Site) -> None:
         site.ring_lane().consume = False
@@ -53,10 +118,10 @@ class WithheldCredits(RingFault):
             state = site.state()
             ring = state.rings[SUITE_RING]
             unread = int(ring["cq_tail"]) - int(ring["cq_head"])
-            if ring["live"] and unread + 1 + state.config.slots > state.config.cq_entries:
-                return Proof(True, f"{unread} events without a credit, {int(ring['live'])} requests paused")
-            if time.monotonic() > deadline:
-                return Proof(False, f"{unread} events without a credit of {state.config.cq_entries}: nobody paused")
+            paused, rows = paused_rows(state, SUITE_RING)
+            if 0 < rows == paused or time.monotonic() > deadline:
+                said = f"{unread} events of {state.config.cq_entries} without a credit, {paused} of {rows} rows pause"
+                return Proof(0 < rows == paused, said)
 
     def heal(self, site: Site) -> None:
         lane = site.ring_lane()
@@ -79,15 +144,9 @@ class CancelStorm(RingFault):
         entries = [(Op.CANCEL, c.handle.slot, c.handle.generation) for c in site.victims if c.handle] * self.times
         site.hit.notes["sq_tail"] = site.ring_lane().client.publish_entries(entries)
 
-    def proof(self, site: Site) -> Proof:
-        state = self.await_taken(site)
-        mine = state.log[(state.log["ring"] == SUITE_RING)]
-        cancels = mine[mine["kind"] == LogKind.CANCEL]
-        ended = mine[(mine["kind"] == LogKind.FINISH) & (mine["a"] == FinishReason.CANCELLED)]
-        wanted = self.times * len(site.victims)
-        live = int(cancels["a"].sum())
-        holds = len(cancels) == wanted and live == len(ended) == len(site.victims)
-        return Proof(holds, f"{len(cancels)} of {wanted} cancels were taken, {live} of them found a live request")
+    def wrong(self, site: Site) -> str | None:
+        live = [(request.slot, request.generation) for request in site.hit.requests]
+        return wrong_cancels(self.await_taken(site).log, live, self.times * len(site.victims))
 
 
 @register
@@ -111,16 +170,11 @@ class GarbageEntries(RingFault):
             if generation not in used:
                 entries.append((rng.choice(UNKNOWN_OPS), rng.randrange(most), generation))
         site.hit.notes["foreign"] = len(lane.foreign)
+        site.hit.notes["garbage"] = [(slot, generation) for _, slot, generation in entries]
         site.hit.notes["sq_tail"] = lane.client.publish_entries(entries)
 
-    def proof(self, site: Site) -> Proof:
-        state = self.await_taken(site)
-        site.pump(0.05)
-        refused = state.log[(state.log["ring"] == SUITE_RING) & (state.log["kind"] == LogKind.REJECT)]
-        events = site.ring_lane().foreign[site.hit.notes["foreign"] :]
-        told = [e for e in events if (e["kind"], e["reason"]) == (EventKind.ERROR, ErrorReason.BAD_ENTRY)]
-        holds = len(refused) == len(told) == len(events) == self.count
-        return Proof(holds, f"{len(refused)} of {self.count} entries were refused, {len(told)} with ERROR BAD_ENTRY")
+    def wrong(self, site: Site) -> str | None:
+        return self.refused(site, site.hit.notes["garbage"], ErrorReason.BAD_ENTRY)
 
 
 @register
@@ -136,6 +190,8 @@ class TornDescriptors(RingFault):
 
     def inject(self, site: Site) -> None:
         lane = site.ring_lane()
+        site.hit.notes["foreign"] = len(lane.foreign)
+        site.hit.notes["re-read"] = self._re_read(site)
         prompt = np.array([1, 2, 3], "<i4")
         torn = []
         for _ in range(self.count):
@@ -147,19 +203,16 @@ class TornDescriptors(RingFault):
         site.hit.notes["torn"] = torn
         site.hit.notes["sq_tail"] = handle.sq_index + 1
 
-    def proof(self, site: Site) -> Proof:
-        state = self.await_taken(site)
-        site.pump(0.05)
-        wanted = [
-            (slot, generation, int(EventKind.ERROR), int(ErrorReason.CHECKSUM))
-            for slot, generation in site.hit.notes["torn"]
-        ]
-        found = [(e["slot"], e["generation"], e["kind"], e["reason"]) for e in site.ring_lane().foreign]
-        told = [entry for entry in found if entry in wanted]
-        again = int(state.rings[SUITE_RING]["torn"])
-        return Proof(
-            sorted(told) == sorted(wanted) and again > 0, f"{again} re-reads, {len(told)} of {self.count} refused"
-        )
+    @staticmethod
+    def _re_read(site: Site) -> int:
+        """Entries that the engine has found torn and read again; inside a hold."""
+        return int(site.rig.memory.snapshot(2**63).rings[SUITE_RING]["torn"])
+
+    def wrong(self, site: Site) -> str | None:
+        if (why := self.refused(site, site.hit.notes["torn"], ErrorReason.CHECKSUM)) is not None:
+            return why
+        again = int(site.state().rings[SUITE_RING]["torn"]) - int(site.hit.notes["re-read"])
+        return None if again >= self.count else f"{again} of {self.count} torn descriptors were read again"
 
 
 @register
@@ -179,8 +232,7 @@ class StaleCancels(RingFault):
         site.hit.notes["stale"] = int(site.rig.memory.snapshot(2**63).rings[SUITE_RING]["stale_cancels"])
         site.hit.notes["sq_tail"] = site.ring_lane().client.publish_entries(entries)
 
-    def proof(self, site: Site) -> Proof:
-        state = self.await_taken(site)
-        counted = int(state.rings[SUITE_RING]["stale_cancels"]) - int(site.hit.notes["stale"])
+    def wrong(self, site: Site) -> str | None:
+        counted = int(self.await_taken(site).rings[SUITE_RING]["stale_cancels"]) - int(site.hit.notes["stale"])
         wanted = self.times * len(site.victims)
-        return Proof(counted == wanted, f"{counted} of {wanted} stale cancels were counted")
+        return None if counted == wanted else f"{counted} of {wanted} stale cancels were counted"

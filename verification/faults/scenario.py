@@ -75,8 +75,10 @@ class FaultRun:
     """What a scenario showed. Calls by name: "victim-0", "http-1" (bystander), "ring-1", "probe-http" ...
 
     wrong: what the engine did wrong while the fault lasted, by the fault's own look, else None.
+    void: why all this decides nothing, by the fault's own look after the heal, else None.
     trouble: what kept the scenario from its end (an engine out of reach, a rig that did not heal), else None.
-    told_s, recovered_s: seconds from injection to the last victim's end, and from the heal until everyone was served.
+    told_s: seconds from injection to the last victim's end; None where victims are to finish or are told after the
+    heal, or one of them was told nothing. recovered_s: seconds from the heal until everyone was served.
     """
 
     plan: FaultPlan
@@ -88,8 +90,9 @@ class FaultRun:
     idle: CheckResult | None = None
     live_at_end: int | None = None
     wrong: str | None = None
+    void: str | None = None
     trouble: str | None = None
-    told_s: float = 0.0
+    told_s: float | None = None
     recovered_s: float = 0.0
 
     def observed(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ class FaultRun:
             "calls": {name: [str(c.end), c.detail, c.seen()] for name, c in self.faulted.items()},
             "control": {name: [str(c.end), c.detail, c.seen()] for name, c in self.control.items()},
             "wrong": self.wrong,
+            "void": self.void,
             "trouble": self.trouble,
             "told_s": self.told_s,
             "recovered_s": self.recovered_s,
@@ -149,8 +153,7 @@ class Scenario:
 
     def _faulted(self, run: FaultRun, site: Site) -> None:
         fault = run.fault
-        victims = self._strike(run, site)
-        struck = time.monotonic()
+        victims, struck = self._strike(run, site)
         others = self._bystanders(run, _untouched(fault))
         calls = [call for group in others.values() for call in group]
         run.faulted |= {call.name: call for call in calls}
@@ -161,19 +164,20 @@ class Scenario:
             await_calls(calls, self.ring, struck + END_WITHIN_S)
         run.proof = fault.proof(site)
         run.wrong = fault.wrong(site)
-        if End.FINISHED not in fault.ends and not fault.told_after_heal:
-            await_calls(victims, self.ring, struck + END_WITHIN_S)
+        told_before = End.FINISHED not in fault.ends and not fault.told_after_heal
+        if told_before and await_calls(victims, self.ring, struck + END_WITHIN_S):
             run.told_s = max(call.ended_at for call in victims) - struck
         healed = time.monotonic()
         fault.heal(site)
+        run.void = fault.void(site)
         if site.lane is not None and site.lane is not self.ring:
             self.ring = site.lane
         await_calls([*victims, *calls], self.ring, healed + END_WITHIN_S)
         self._probe(run, healed)
         self._idle(run)
 
-    def _strike(self, run: FaultRun, site: Site) -> list[Call]:
-        """Starts the victims and injects the fault at a step boundary where one of them is live.
+    def _strike(self, run: FaultRun, site: Site) -> tuple[list[Call], float]:
+        """Starts the victims and injects the fault at a step boundary where one of them is live. The victims, and when.
 
         A busy machine may be so late that they have ended before the hold: then others are started, a few times.
         """
@@ -191,10 +195,11 @@ class Scenario:
                 live = _of_victims(live_requests(state, fault.ring), victims)
                 if len(live) == len(victims) or attempt == ATTEMPTS - 1:
                     site.hit = run.hit = Hit(live, int(state.header["log_tail"]))
+                    struck = time.monotonic()
                     fault.inject(site)
                     break
             await_calls(victims, self.ring, time.monotonic() + END_WITHIN_S)
-        return victims
+        return victims, struck
 
     def _probe(self, run: FaultRun, healed: float) -> None:
         probes = [Call("probe-http", run.plan.bystanders[0]), Call("probe-ring", run.plan.bystanders[0])]

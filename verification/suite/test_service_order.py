@@ -30,6 +30,7 @@ RINGS, REQUESTS, ROUNDS = 3, 16, 3
 PROMPTS = ((20, 48), (3, 8), (3, 8, 20, 48))  # lengths by ring: turns by request would not be fair by tokens
 FEWEST_CONTESTED = 20
 HOLD_S = 20.0
+END_S, JOIN_S = 120.0, 10.0  # of a ring's program, and how much later its thread must be through
 # Few rows, few pages, and a quantum below the cost of most requests: all of it must be shared.
 SIZES = {
     "rings": RINGS, "slots": REQUESTS, "sq_entries": 64, "cq_entries": 1024, "arena_tokens": 1 << 14, "max_len": 96,
@@ -63,22 +64,31 @@ def _run(rig: LocalRig, programs: list[Program], failed: list[str]) -> list[Hist
     """Runs one program on each ring, all of whose requests are published while the engine is held."""
     clients = [rig.ring(ring) for ring in range(RINGS)]
     histories: dict[int, History] = {}
+    published = [threading.Event() for _ in range(RINGS)]
 
     def work(ring: int) -> None:
-        histories[ring] = run_program(clients[ring], programs[ring], ring=ring, died=lambda: rig.wait(0.0))
+        def died() -> str | None:
+            """Asked when a poll brought nothing: nothing comes of a held engine, so all has been submitted that can."""
+            published[ring].set()
+            return rig.wait(0.0)
 
-    threads = [threading.Thread(target=work, args=(ring,)) for ring in range(RINGS)]
+        histories[ring] = run_program(clients[ring], programs[ring], ring=ring, deadline_s=END_S, died=died)
+
+    threads = [threading.Thread(target=work, args=(ring,), daemon=True) for ring in range(RINGS)]
     with rig.memory.hold():
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + HOLD_S
-        while sum(client.live for client in clients) < RINGS * REQUESTS:
-            if time.monotonic() > deadline:
-                failed.append(f"only {[client.live for client in clients]} requests were published in {HOLD_S:g} s")
-                break
-            time.sleep(0.001)
+        in_time = all(event.wait(max(0.0, deadline - time.monotonic())) for event in published)
+        if not in_time or any(client.live < REQUESTS for client in clients):
+            failed.append(f"only {[client.live for client in clients]} requests were published in {HOLD_S:g} s")
+    deadline = time.monotonic() + END_S + JOIN_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if len(histories) < RINGS:
+        raise TimeoutError(
+            f"rings {sorted(set(range(RINGS)) - set(histories))} gave no history in {END_S + JOIN_S:g} s"
+        )
     return [histories[ring] for ring in range(RINGS)]
 
 

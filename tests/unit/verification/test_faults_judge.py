@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from blink_core.abi.enums import FinishReason
+from blink_core.abi.dtypes import LOG_ENTRY, REQUEST, Array
+from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
 from verification.certificate.outcomes import PropertyUnknown
 from verification.certificate.recorder import Recorder
 from verification.faults.bench import FaultBench
 from verification.faults.judge import check
-from verification.faults.model import FAULTS, Blast, End, Fault, Hit, LiveRequest, Proof, find, known_faults, register
+from verification.faults.model import (
+    FAULTS,
+    Blast,
+    End,
+    Fault,
+    Hit,
+    LiveRequest,
+    Proof,
+    find,
+    known_faults,
+    paused_rows,
+    register,
+)
+from verification.faults.processes import too_long
+from verification.faults.rings import wrong_answers, wrong_cancels
 from verification.faults.scenario import FaultPlan, FaultRun, draw_plan
 from verification.faults.traffic import Call
 from verification.judge import Judge
@@ -81,6 +98,124 @@ def test_victims_are_told_why() -> None:
     assert (check(run).clause, check(run).verdict) == ("outcome", Verdict.INVALID)
     run.faulted["victim-1"].end, run.faulted["victim-1"].detail = End.FINISHED, LENGTH
     assert check(run).clause == "outcome"
+
+
+def killed() -> FaultRun:
+    """An engine that was killed, and whose clients were told in time."""
+    run = good("engine-kill")
+    run.faulted = {name: call for name, call in run.faulted.items() if not name.startswith("ring-")}
+    for name in ("victim-0", "victim-1"):
+        run.faulted[name] = call(name, End.ERROR, (1, 2), "engine_dead")
+    run.told_s = 0.4
+    return run
+
+
+@pytest.mark.parametrize(("told_s", "verdict"), [(0.4, "valid"), (1.01, "invalid"), (None, "unknown")])
+def test_an_engines_death_is_told_in_time(told_s: float | None, verdict: str) -> None:
+    """Catches: clients that hear of their engine's death late, or whose delay nobody measured, and the run passes; a
+    measurement that is not reported with its bound."""
+    run = killed()
+    run.told_s = told_s
+    result = check(run)
+    assert result.verdict == verdict, result
+    assert result.ok() or result.clause == "outcome"
+    if told_s is not None:
+        told = result.measurements["victims told after"]
+        assert (told.value, told.unit, told.limit) == (told_s, "s", 1.0)
+
+
+def test_a_stop_that_became_too_long_decides_nothing_but_the_pages() -> None:
+    """Catches: streams that a late SIGCONT cost their lease, taken for the engine's fault or for a pass; pages that
+    leak meanwhile excused by it."""
+    run = good("engine-stop")
+    run.void = too_long(4.9, 5.0)
+    assert (check(run).clause, check(run).verdict) == ("hit", Verdict.UNKNOWN)
+    assert "4.90 s" in check(run).message
+    run.trouble = "the front end gave it up"
+    assert check(run).verdict is Verdict.UNKNOWN
+    run.idle = LEAK
+    assert (check(run).clause, check(run).verdict) == ("conservation", Verdict.INVALID)
+
+
+def test_a_stop_that_bystanders_made_too_long_is_their_finding() -> None:
+    """Catches: a stopped front end that keeps another ring waiting, excused because the wait outlasted the lease."""
+    run = good("frontend-stop")
+    for name in ("victim-0", "victim-1"):
+        run.faulted[name] = call(name, End.ERROR, (1, 2), "lease_lost")
+    run.void = too_long(60.0, 10.0)
+    assert (check(run).clause, check(run).verdict) == ("hit", Verdict.UNKNOWN)
+    run.faulted["ring-1"].end = End.OPEN
+    assert (check(run).clause, check(run).verdict) == ("goodput", Verdict.INVALID)
+
+
+def test_a_stop_is_held_to_the_limit() -> None:
+    """Catches: a stop near to, or beyond, the limit taken for a short one; one that was never measured; every stop."""
+    assert too_long(0.5, 2.5) is None
+    assert too_long(60.0, float("inf")) is None
+    for lasted, limit in ((2.4, 2.5), (2.5, 2.5), (9.0, 5.0), (None, 5.0)):
+        assert too_long(lasted, limit) is not None
+
+
+def log(*entries: tuple[LogKind, int, int, int]) -> Array:
+    """Entries of the suite's ring: kind, slot, generation, a."""
+    rows = np.zeros(len(entries), LOG_ENTRY)
+    for row, (kind, slot, generation, a) in zip(rows, entries, strict=True):
+        row["ring"], row["kind"], row["slot"], row["generation"], row["a"] = 1, kind, slot, generation, a
+    return rows
+
+
+def event(
+    slot: int, generation: int, kind: int = EventKind.ERROR, reason: int = ErrorReason.CHECKSUM
+) -> dict[str, int]:
+    return {"slot": slot, "generation": generation, "kind": kind, "reason": reason}
+
+
+TORN = [(0, 5), (1, 6)]
+REFUSED = [(LogKind.REJECT, slot, generation, ErrorReason.CHECKSUM) for slot, generation in TORN]
+
+
+@pytest.mark.parametrize(
+    ("entries", "events", "right"),
+    [
+        (REFUSED, [event(0, 5), event(1, 6)], True),
+        (REFUSED, [event(1, 6), event(0, 5)], True),
+        (REFUSED, [event(0, 5)], False),
+        (REFUSED, [event(0, 5), event(0, 5), event(1, 6)], False),
+        (REFUSED, [event(0, 5), event(0, 5)], False),
+        (REFUSED, [event(0, 5), event(1, 6, reason=ErrorReason.BAD_ENTRY)], False),
+        (REFUSED, [event(0, 5), event(1, 6, EventKind.TOKEN, 0), event(1, 6, EventKind.FINISH, 0)], False),
+        (REFUSED, [event(0, 5), event(1, 6), event(2, 9, EventKind.TOKEN, 0)], False),
+        (REFUSED[:1], [event(0, 5), event(1, 6)], False),
+        ([*REFUSED, REFUSED[0]], [event(0, 5), event(1, 6)], False),
+    ],
+)
+def test_entries_are_refused_once_and_for_the_right_reason(
+    entries: list[tuple[LogKind, int, int, int]], events: list[dict[str, int]], right: bool
+) -> None:
+    """Catches: a torn descriptor that is accepted and served, dropped in silence, refused twice or for a wrong reason,
+    and the fault said to be unproven instead of the engine wrong."""
+    assert (wrong_answers(log(*entries), events, TORN, ErrorReason.CHECKSUM) is None) is right
+
+
+def test_each_cancelled_request_ends_once() -> None:
+    """Catches: a request that a burst of cancels ends twice or not at all; cancels that are lost."""
+    first = [(LogKind.CANCEL, slot, generation, 1) for slot, generation in TORN]
+    more = [(LogKind.CANCEL, slot, generation, 0) for slot, generation in TORN]
+    ended = [(LogKind.FINISH, slot, generation, FinishReason.CANCELLED) for slot, generation in TORN]
+    assert wrong_cancels(log(*first, *ended, *more), TORN, 4) is None
+    for wrong in ([*first, *ended], [*first, *ended, *first], [*first, *more, *ended[:1]], [*first, *more, *ended * 2]):
+        assert wrong_cancels(log(*wrong), TORN, 4) is not None
+
+
+def test_paused_rows_are_counted_by_ring() -> None:
+    """Catches: rows of another ring, or requests that wait, counted for a ring's own rows that pause."""
+    requests = np.zeros(2 * 4, REQUEST)
+    requests["paused"][[0, 3, 5]] = 1, 7, 2
+    state = cast(
+        Any, SimpleNamespace(requests=requests, running=np.array([0, 1, 5], "<u4"), config=SimpleNamespace(slots=4))
+    )
+    assert paused_rows(state, 0) == (1, 2)
+    assert paused_rows(state, 1) == (1, 1)
 
 
 LEAK = CheckResult(Verdict.INVALID, "kv-conservation", "pages", "page 3 leaked")
