@@ -21,6 +21,7 @@ EXIT_UNUSABLE = 2
 _LAZY: dict[str, tuple[str, str, str]] = {
     "model": ("blink_core.model_store.cli", "model_app", "Models: fetch a pinned one, or look at one."),
     "rig": ("hil_rigs.cli", "rig_app", "Rigs: what is described, and what is there on this machine."),
+    "trace": ("verification.trace.cli", "trace_app", "Recorded event logs: record, check, replay, convert."),
     "serve": ("hil_rigs.serve", "serve", "Serve a model with an OpenAI-style API on a rig."),
 }
 

@@ -135,7 +135,8 @@ BLINK_FN void append_at_clock(const Context& c, LogKind kind, uint32_t ring, uin
                               uint32_t a, uint32_t b, uint32_t d) {
   if (c.config->log_level >= uint32_t(LogLevel::ALL) && c.head->logged_clock != c.head->clock) {
     c.head->logged_clock = c.head->clock;
-    append_log(c, LogKind::CLOCK, 0, 0, 0, uint32_t(c.head->clock), uint32_t(c.head->clock >> 32), 0);
+    append_log(c, LogKind::CLOCK, 0, 0, 0, uint32_t(c.head->clock), uint32_t(c.head->clock >> 32),
+               uint32_t(c.head->boundaries));
   }
   append_log(c, kind, ring, slot, generation, a, b, d);
 }

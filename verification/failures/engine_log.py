@@ -49,7 +49,7 @@ LOG_FIELDS: dict[str, tuple[_Field, ...]] = {
     "PAGE_UNSHARE": (_f("page"), _f("refs")),
     "PAGE_PUBLISH": (_f("page"), _f("prefix_index"), _f("parent")),
     "PAGE_EVICT": (_f("page"),),
-    "CLOCK": (_f("us_low"), _f("us_high")),
+    "CLOCK": (_f("us_low"), _f("us_high"), _f("boundaries")),
     "CREDITS": (_f("head_low"), _f("head_high")),
     "SQ_ENTRY": (_f("word_low"), _f("word_high"), _f("sq_index")),
     "RESULT": (_f(TOKEN), _f("status", StepStatus), _f(LOGPROB)),

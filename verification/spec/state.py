@@ -177,5 +177,6 @@ class State:
             return
         if level == LogLevel.ALL and self.clock != self.logged_clock:  # E2
             self.logged_clock = self.clock
-            self.log.append((self.number, LogKind.CLOCK, 0, 0, 0, self.clock & LOW, self.clock >> 32, 0))
+            clock, count = self.clock, self.boundaries & LOW
+            self.log.append((self.number, LogKind.CLOCK, 0, 0, 0, clock & LOW, clock >> 32, count))
         self.log.append((self.number, kind, ring, slot, generation, a & LOW, b & LOW, c & LOW))  # E1
