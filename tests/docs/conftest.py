@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.copied_tree import goes_before_installed
 from verification.certificate.certify import plugin_arguments
 from verification.models.tiny import build_named
 
@@ -63,7 +64,7 @@ def _environment(folder: Path, sources: Path, model: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
     return kept | {
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(sources),
+        **goes_before_installed(sources),
         "BLINK_HOME": str(folder / "home"),
         "MODEL": str(model),
         "COLUMNS": "160",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.copied_tree import goes_before_installed
 from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def test_two_certifications_at_once(tmp_path: Path) -> None:
     model = build_named("llama-gqa3", tmp_path / "tiny", seed=3).path
     tree = installation(tmp_path / "tree")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("BLINK_", "PYTEST_"))}
-    environment |= {"PYTHONPATH": str(tree), "BLINK_HOME": str(tmp_path / "home")}  # without a key: both make one
+    environment |= goes_before_installed(tree) | {"BLINK_HOME": str(tmp_path / "home")}  # without a key: both make one
     outs = [tmp_path / "one", tmp_path / "two"]
     runs = [
         subprocess.Popen(

@@ -26,14 +26,19 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-@pytest.fixture
-def records() -> list[TestRecord]:
-    """Every test that rig `local` requires, passed."""
+def passed_records(profile: str) -> list[TestRecord]:
+    """Every test that rig `local` requires in a profile, passed."""
     return [
         TestRecord(test, f"suite/test_x.py::{test}", name, Outcome.PASSED, duration_s=0.5, cases=20)
-        for name, requirement in required.load("local").profile("smoke").properties.items()
+        for name, requirement in required.load("local").profile(profile).properties.items()
         for test in requirement.tests
     ]
+
+
+@pytest.fixture
+def records() -> list[TestRecord]:
+    """Every test that rig `local` requires in smoke, passed."""
+    return passed_records("smoke")
 
 
 @pytest.fixture

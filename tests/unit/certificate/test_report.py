@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
+from tests.unit.certificate.conftest import passed_records
 from verification.certificate import provenance, report
 from verification.certificate.html import render
 from verification.certificate.outcomes import Outcome
@@ -140,7 +141,6 @@ def test_claim_limits_and_standing(make_report: MakeReport, records: list[TestRe
 )
 def test_only_full_clean_and_complete_is_a_certificate(
     make_report: MakeReport,
-    records: list[TestRecord],
     monkeypatch: pytest.MonkeyPatch,
     profile: str,
     dirty: bool | None,
@@ -149,6 +149,7 @@ def test_only_full_clean_and_complete_is_a_certificate(
 ) -> None:
     """Catches: a certificate from a smoke run, a dirty tree, no tree at all, or an incomplete required set."""
     monkeypatch.setattr(provenance, "source_state", lambda: {"git_commit": "c" * 40, "dirty": dirty})
+    records = passed_records(profile)
     built = make_report(records[1:] if fail else records, profile=profile)
     assert built["verdict"]["certified"] is certified
     assert built["kind"] == ("certificate" if certified else "report")
