@@ -45,11 +45,6 @@ def new_clone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Clone:
 
 
 def _environment(folder: Path, sources: Path, model: Path) -> dict[str, str]:
-    import blink_core._native as native
-
-    built = Path(str(native.__file__))
-    if not (sources / "blink_core" / built.name).exists():
-        shutil.copy(built, sources / "blink_core" / built.name)
     plugin = "".join(f"{word} " for word in plugin_arguments())
     scripts = folder / "bin"
     scripts.mkdir()

@@ -32,9 +32,9 @@ def installation(folder: Path) -> Path:
     """A tree of the packages with one property's tests, and a required set of that property alone, so that a whole run
     passes within seconds. All else is as it is here."""
     folder.mkdir()
-    for name in ("blink_core", "hil_rigs"):
-        (folder / name).symlink_to(ROOT / name)
     skipped = shutil.ignore_patterns("__pycache__", "test_*.py")
+    for name in ("blink_core", "hil_rigs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skipped)
     shutil.copytree(ROOT / "verification", folder / "verification", ignore=skipped)
     suite = folder / "verification" / "suite"
     shutil.copy(ROOT / "verification" / "suite" / "test_streaming.py", suite)
