@@ -15,6 +15,7 @@ from hil_rigs.description import load_rig
 from hil_rigs.engine_memory import StateSnapshot
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
 from tests.real_model import real_model
+from verification.models.tiny import build_named
 from verification.properties.kv_conservation import check_snapshot
 
 IDLE_DEADLINE_S = 30.0
@@ -35,21 +36,27 @@ def completion(rig: LocalRig, **body: Any) -> httpx.Response:
     return httpx.post(f"{rig.base_url}/v1/completions", json={"model": rig.model_name, **body}, timeout=60.0)
 
 
-def test_client_vanishes_mid_stream(tiny_rig: LocalRig) -> None:
+def test_client_vanishes_mid_stream(tmp_path: Path) -> None:
     """Catches: KV of a client that went away kept until its request would have ended."""
-    body = {"model": tiny_rig.model_name, "prompt": [5, 6, 7], "max_tokens": 250, "stream": True, "temperature": 1.0}
-    before = settled(tiny_rig)
-    logged = int(before.header["log_tail"])
-    with httpx.stream("POST", f"{tiny_rig.base_url}/v1/completions", json=body, timeout=60.0) as response:
-        assert response.status_code == 200
-        next(response.iter_lines())
-    snapshot = settled(tiny_rig)
+    # Long enough that its own end is far when the first token has come, and no end-of-sequence may come before.
+    longest = 8192
+    model = build_named("llama-gqa3", tmp_path / "long", max_positions=longest).path
+    sizes = {"pages": 2 + longest // 16, "max_len": longest, "slots": 16, "sq_entries": 64}
+    body = {"prompt": [5, 6, 7], "max_tokens": longest - 3, "stream": True, "temperature": 1.0, "ignore_eos": True}
+    with LocalRig(load_rig("local"), model, options=LocalOptions(engine=sizes)) as rig:
+        before = settled(rig)
+        logged = int(before.header["log_tail"])
+        url, body = f"{rig.base_url}/v1/completions", body | {"model": rig.model_name}
+        with httpx.stream("POST", url, json=body, timeout=60.0) as response:
+            assert response.status_code == 200
+            next(response.iter_lines())
+        snapshot = settled(rig)
     free, cached = len(before.free_list), int(before.header["idle_cached"])
     assert len(snapshot.free_list) + int(snapshot.header["idle_cached"]) == free + cached
     new = snapshot.log[logged - snapshot.log_lost :]
     (ended,) = new[new["kind"] == LogKind.FINISH]
     assert ended["a"] == FinishReason.CANCELLED
-    assert ended["b"] < 250, "the request ran to its own end before it was cancelled"
+    assert ended["b"] < longest - 3, "the request ran to its own end before it was cancelled"
     assert check_snapshot(snapshot).ok()
 
 
