@@ -5,11 +5,7 @@ One record per sampled row: `CAPTURE` header, then `vocab` float32 logits as the
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-
-from blink_core.abi.dtypes import Array
 
 CAPTURE = np.dtype(
     [
@@ -27,13 +23,3 @@ CAPTURE = np.dtype(
 def record_dtype(vocab: int) -> np.dtype[np.void]:
     """dtype of one whole record: the header's fields and `logits` float32[vocab]."""
     return np.dtype([*[(n, CAPTURE[n]) for n in CAPTURE.names or ()], ("logits", "<f4", (vocab,))])
-
-
-def read_capture(path: Path, vocab: int) -> Array:
-    """All complete records of a capture file. Raises ValueError if its vocabulary is another."""
-    dtype = record_dtype(vocab)
-    size = path.stat().st_size if path.exists() else 0
-    records: Array = np.fromfile(path, dtype, size // dtype.itemsize) if size else np.zeros(0, dtype)
-    if records.size and not (records["vocab"] == vocab).all():
-        raise ValueError(f"{path} holds logits of {int(records['vocab'][0])} ids, expected {vocab}")
-    return records

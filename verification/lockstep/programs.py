@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blink_core.abi.config import EngineConfig, next_power_of_two
@@ -341,7 +341,3 @@ def execute(program: Program, *, watch: bool = False) -> Runner:
         kind(runner, op)
         runner.done[kind.__name__] += 1
     return runner
-
-
-def programs_of(seeds: Sequence[int], length: int = 40) -> list[Program]:
-    return [random_program(random.Random(seed), length) for seed in seeds]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hil_rigs.engine_memory import EngineUnreachable
 from verification.certificate.recorder import Recorder
 from verification.criterion import KVScores
-from verification.fixtures import RING, EngineLost, Judge, Subject
-from verification.properties import kv_conservation, kv_content
-from verification.result import CheckResult
+from verification.fixtures import Judge, Subject
+from verification.properties import kv_content
+from verification.suite.observation import Observation
 from verification.suite.running import serve
 from verification.suite.situations import Lengths
 
@@ -19,28 +18,6 @@ PROGRAMS = {"model": 1, "tiny": 4}
 MOST_TIMES = 6  # so many times more programs are drawn when these give too few positions: a fast model is seldom caught
 FEWEST_ROWS = 100
 MOST_ROWS = 400  # positions compared with the oracle in one run; more would only cost time
-
-
-class Observation:
-    """Gathers KV at each observed boundary, of snapshots in which pages can be told apart."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.results: list[CheckResult] = []
-        self.rows: list[list[kv_content.Gathered]] = []
-
-    def __call__(self) -> None:
-        memory = self.subject.rig.memory
-        try:
-            with memory.hold():
-                snapshot = memory.snapshot(log_from=2**63)  # no entries
-                result = kv_conservation.check_snapshot(snapshot)
-                rows = kv_content.gather(memory, snapshot, RING) if result.ok() else []
-        except EngineUnreachable as e:
-            raise EngineLost(str(e)) from e
-        self.results.append(result)
-        if rows:  # else nobody was running
-            self.rows.append(rows)
 
 
 def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs: int) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from blink_core.abi.params import SamplingParams
-from hil_rigs.engine_memory import EngineUnreachable
 from verification.certificate.recorder import Recorder
-from verification.fixtures import RING, EngineLost, Judge, Subject
+from verification.fixtures import RING, Judge, Subject
 from verification.history import History
 from verification.plugin_session import leave_out
 from verification.program import Program, RequestSpec, Shape
 from verification.properties import kv_conservation, kv_content, prefix_cache, queue_ordering, token_equivalence
-from verification.result import CheckResult
+from verification.suite.observation import Observation
 from verification.suite.running import serve
 from verification.suite.situations import record_situations
 
@@ -57,27 +56,6 @@ def without_cache(program: Program) -> Program:
     return Program(tuple(replace(r, params=replace(r.params, prefix_cache=False)) for r in program.requests))
 
 
-class Observation:
-    """At each observed boundary: recounts all pages and gathers the KV of requests that found a part in the cache."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.results: list[CheckResult] = []
-        self.rows: list[kv_content.Gathered] = []
-
-    def __call__(self) -> None:
-        memory = self.subject.rig.memory
-        try:
-            with memory.hold():
-                snapshot = memory.snapshot(log_from=2**63)  # no entries
-                result = kv_conservation.check_snapshot(snapshot)
-                rows = kv_content.gather(memory, snapshot, RING) if result.ok() else []
-        except EngineUnreachable as e:
-            raise EngineLost(str(e)) from e
-        self.results.append(result)
-        self.rows += [row for row in rows if row.found > 0]
-
-
 MOST_PROGRAMS = 6
 FEWEST_HITS = 3  # requests with shared pages whose KV is compared
 
@@ -110,9 +88,10 @@ def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: in
         record_situations(record, before, after, after.log)
         for result in [*observation.results, kv_conservation.check_log(before, after)]:
             judge(result, history)
-        judge(kv_content.check_tokens(history, observation.rows), history)
+        hits = [row for boundary in observation.rows for row in boundary if row.found > 0]
+        judge(kv_content.check_tokens(history, hits), history)
         judge(prefix_cache.check_hits(history, sharing.shape.page_size, expected=True), history)
-        latest = {(row.slot, row.generation): row for row in observation.rows}
+        latest = {(row.slot, row.generation): row for row in hits}
         rows += latest.values()
         if len(rows) >= FEWEST_HITS:
             break
