@@ -1,0 +1,440 @@
+// One engine with its environment in one flat block of memory, and the transitions of both. The scheduler is the compiled
+// one, called as the engine's loop calls it; front ends, NIC, clock, host and model are modelled.
+#pragma once
+
+#include "explore_scope.hpp"
+
+namespace blink::explore {
+
+enum Action : uint32_t { POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW, ACTIONS };
+
+// A transition: action in the low byte, ring above it, detail (outcome vector, part) in the upper half.
+using Label = uint32_t;
+constexpr Label label_of(Action action, uint32_t ring = 0, uint32_t detail = 0) {
+  return action | ring << 8 | detail << 16;
+}
+constexpr Action action_of(Label l) { return Action(l & 255); }
+constexpr uint32_t ring_of(Label l) { return l >> 8 & 255; }
+constexpr uint32_t detail_of(Label l) { return l >> 16; }
+
+inline constexpr int64_t POISON = INT64_MIN;
+
+// R3, as a front end counts.
+constexpr uint64_t sequence_number(uint64_t index) { return index % ((uint64_t(1) << SEQ_BITS) - 1) + 1; }
+
+// Offsets of the block's parts.
+struct BlockLayout {
+  uint64_t state, plan, log, kv, env, nbytes, rings, ring_stride;
+  explicit BlockLayout(const Config& c) {
+    rings = control_layout(c).nbytes;
+    ring_stride = ring_layout(c).nbytes;
+    state = rings + c.rings * ring_stride;
+    plan = state + state_layout(c).nbytes;
+    log = plan + plan_layout(c).nbytes;
+    kv = log + log_layout(c).nbytes;
+    env = align_section(kv + uint64_t(c.pages) * c.page_size * 8);
+    nbytes = align_section(env + sizeof(Env));
+  }
+};
+
+// A block with pointers into it.
+struct Block {
+  std::vector<uint64_t> words;
+  Context c;
+  int64_t* kv;
+  Env* env;
+
+  Block(const Config& config, const BlockLayout& l) : words(l.nbytes / 8, 0) {
+    uint8_t* base = bytes();
+    *reinterpret_cast<Config*>(base + control_layout(config).config) = config;
+    adopt_config(base, base + l.state);
+    c = make_context(base, base + l.state, base + l.log, base + l.plan);
+    kv = reinterpret_cast<int64_t*>(base + l.kv);
+    env = reinterpret_cast<Env*>(base + l.env);
+  }
+  Block(const Block&) = delete;
+  uint8_t* bytes() { return reinterpret_cast<uint8_t*>(words.data()); }
+  void copy(const Block& from) { std::memcpy(words.data(), from.words.data(), words.size() * 8); }
+};
+
+class World {
+ public:
+  World(const Config& config, const Scope& scope)
+      : config_(config), scope_(scope), layout_(config), now(config, layout_), was(config, layout_) {
+    init_state(now.c);
+    for (uint64_t i = 0; i < uint64_t(config.pages) * config.page_size; ++i) now.kv[i] = POISON;
+    now.env->ticks = scope.ticks;
+    for (uint32_t r = 0; r < config.rings; ++r) {
+      now.env->front_ends[r].epoch = 1;
+      store_release(&now.c.ring(r).front_end->epoch, 1);
+    }
+    SoloGroup group(scratch_);
+    poll_rings(now.c, group, 0);  // all front ends are attached
+    was.copy(now);
+  }
+
+  // ---- which transitions there are in `now`
+
+  void enabled(std::vector<Label>& out) const {
+    out.clear();
+    const bool stopped = now.c.head->state == uint32_t(EngineState::STOPPED);
+    if (!stopped) {
+      out.push_back(label_of(POLL));
+      if (now.c.head->in_flight == 0) {
+        out.push_back(label_of(BOUNDARY));
+      } else if (!(scope_.plant == PLANT_NO_BOUNDARY && was_cancelled())) {
+        const uint32_t n = vectors();
+        for (uint32_t i = 0; i < n; ++i) out.push_back(label_of(BOUNDARY, 0, i));
+      }
+      if (scope_.ticks != 0 && now.env->ticks != 0) out.push_back(label_of(TICK));
+      if (scope_.host == HOST_DRAIN && now.c.control->drain_request == 0) out.push_back(label_of(HOST));
+      if (scope_.host == HOST_STOP && now.c.control->stop_request == 0) out.push_back(label_of(HOST));
+    }
+    for (uint32_t r = 0; r < config_.rings; ++r) front_end_moves(r, out);
+  }
+
+  // ---- one transition. Afterwards `was` must still be the state before it.
+
+  void apply(Label label) {
+    const uint32_t r = ring_of(label);
+    switch (action_of(label)) {
+      case POLL: {
+        SoloGroup group(scratch_);
+        if (scope_.plant == PLANT_DEAF) deafen();
+        poll_rings(now.c, group, now.env->now);
+        return after_scheduler();
+      }
+      case BOUNDARY: return boundary(detail_of(label));
+      case TICK:
+        now.env->now += scope_.tick_us;
+        if (now.env->ticks > 0) --now.env->ticks;
+        return;
+      case HOST: {
+        ControlLine& line = *now.c.control;
+        return store_release(scope_.host == HOST_DRAIN ? &line.drain_request : &line.stop_request, 1);
+      }
+      case CRASH: return crash(r);
+      case DELIVER: return deliver(r, detail_of(label));
+      case SKIP: ++front_end(r).op; return;
+      case CONSUME: return consume(r);
+      case CREDIT: return store_release(&now.c.ring(r).front_end->cq_head, front_end(r).consumed);
+      case RENEW: {
+        uint64_t& lease = now.c.ring(r).front_end->lease;
+        return store_release(&lease, lease + 1);
+      }
+      default: throw std::logic_error("unknown action");
+    }
+  }
+
+  // Request of the program, or -1. `epoch`: of the front end that its ring follows.
+  int32_t find(uint32_t ring, uint32_t slot, uint32_t generation, uint64_t epoch) const {
+    for (uint32_t i = 0; i < scope_.requests.size(); ++i) {
+      const ProgramRequest& q = scope_.requests[i];
+      if (q.ring == ring && q.slot == slot && q.generation == generation && q.epoch == epoch) return int32_t(i);
+    }
+    return -1;
+  }
+  int32_t find(uint32_t request, uint32_t generation) const {
+    const uint32_t ring = now.c.ring_of(request);
+    return find(ring, now.c.slot_of(request), generation, now.c.rings[ring].epoch);
+  }
+
+  // Token that the model gives request `id` of the program as its output `index`: neither end-of-sequence nor a stop id.
+  int32_t output(uint32_t id, uint32_t index) const {
+    return int32_t(config_.vocab - 1 - (id * 7 + index) % (config_.vocab / 2));
+  }
+
+  // KV of a token: with the prefix cache, pages of equal tokens are one and the same.
+  int64_t tag(int32_t token, uint32_t position, int32_t id) const {
+    const int64_t owner = config_.prefix_cache != 0 ? 0 : id + 1;
+    return owner << 48 | int64_t(position) << 32 | uint32_t(token);
+  }
+
+  const Config& config() const { return config_; }
+  const Scope& scope() const { return scope_; }
+  bool launched = false;        // the last transition was a boundary that launched a step
+
+  // Number of outcome vectors of the step in flight.
+  uint32_t vectors() const {
+    const uint32_t kinds = row_outcomes();
+    uint32_t n = 1;
+    for (uint32_t i = 0; i < now.c.plan->n_samples; ++i) n *= kinds;
+    return n + ((scope_.outcomes >> STEP_FAILED & 1) != 0 ? 1 : 0);
+  }
+
+  // Outcome of sampled row `sample` in vector `detail`.
+  Outcome outcome(uint32_t detail, uint32_t sample) const {
+    const uint32_t kinds = row_outcomes();
+    for (uint32_t i = 0; i < sample; ++i) detail /= kinds;
+    uint32_t nth = detail % kinds;
+    for (uint32_t kind = OK; kind < STEP_FAILED; ++kind) {
+      if ((scope_.outcomes >> kind & 1) != 0 && nth-- == 0) return Outcome(kind);
+    }
+    return OK;
+  }
+  bool fails(uint32_t detail) const {
+    return (scope_.outcomes >> STEP_FAILED & 1) != 0 && detail + 1 == vectors();
+  }
+
+ private:
+  FrontEnd& front_end(uint32_t r) { return now.env->front_ends[r]; }
+  uint32_t row_outcomes() const { return uint32_t(__builtin_popcount(scope_.outcomes & ((1u << STEP_FAILED) - 1))); }
+
+  bool was_cancelled() const {
+    for (uint32_t i = 0; i < now.env->n_flight; ++i) {
+      const Request& q = now.c.requests[now.env->flight[i].request];
+      if (q.state != uint32_t(RequestState::RUNNING) || q.generation != now.env->flight[i].generation) return true;
+    }
+    return false;
+  }
+
+  void front_end_moves(uint32_t r, std::vector<Label>& out) const {
+    const FrontEnd& f = now.env->front_ends[r];
+    if (f.dead) return;
+    const std::vector<Op>& ops = scope_.programs[r];
+    const bool at_end = f.op >= ops.size();
+    const bool attaching = !at_end && ops[f.op].kind == OpKind::ATTACH;
+    const bool acknowledged = now.c.ring(r).gpu->epoch_ack == f.epoch;
+    bool successor = false;
+    for (size_t i = f.op + (f.crashed ? 1 : 0); i < ops.size(); ++i) successor |= ops[i].kind == OpKind::ATTACH;
+    if (successor || (scope_.may_die >> r & 1) != 0) out.push_back(label_of(CRASH, r));
+    if (!f.crashed && acknowledged) {
+      if (f.consumed < now.c.ring(r).gpu->cq_tail) out.push_back(label_of(CONSUME, r));
+      if (now.c.ring(r).front_end->cq_head != f.consumed) out.push_back(label_of(CREDIT, r));
+      if (config_.lease_us != 0 && now.c.ring(r).front_end->lease == now.c.rings[r].lease) {
+        out.push_back(label_of(RENEW, r));
+      }
+    }
+    if (at_end || (attaching ? !f.crashed : !acknowledged)) return;
+    const Op& op = ops[f.op];
+    if (op.optional && f.part == 0) out.push_back(label_of(SKIP, r));
+    if (op.kind == OpKind::ATTACH) return out.push_back(label_of(DELIVER, r));
+    const ProgramRequest& q = scope_.requests[op.arg];
+    const bool reused = scope_.plant == PLANT_EARLY_REUSE || q.after < 0 || now.env->watch[q.after].seen != 0;
+    const bool space = f.sq_tail - now.c.ring(r).gpu->sq_head < config_.sq_entries;
+    if (op.kind == OpKind::CANCEL) {
+      if (space) out.push_back(label_of(DELIVER, r));
+      return;
+    }
+    if (f.part == 0 && !(reused && space)) return;
+    if (!scope_.unordered) return out.push_back(label_of(DELIVER, r, next_part(f.part)));
+    for (uint32_t part = 0; part < 4; ++part) {
+      if ((f.part >> part & 1) == 0) out.push_back(label_of(DELIVER, r, part));
+    }
+  }
+
+  uint32_t next_part(uint8_t delivered) const {
+    constexpr uint32_t in_order[4] = {0, 1, 2, 3}, early[4] = {0, 1, 3, 2};
+    return (scope_.plant == PLANT_ENTRY_FIRST ? early : in_order)[__builtin_popcount(delivered)];
+  }
+
+  void publish(uint32_t r, ::blink::Op op, uint32_t id) {
+    FrontEnd& f = front_end(r);
+    const ProgramRequest& q = scope_.requests[id];
+    const uint64_t word = sequence_number(f.sq_tail) << SQ_SEQ_SHIFT | uint64_t(op) << SQ_OP_SHIFT |
+                          uint64_t(q.slot) << SQ_SLOT_SHIFT | uint64_t(q.generation) << SQ_GENERATION_SHIFT;
+    store_release(&now.c.ring(r).sq[f.sq_tail & (config_.sq_entries - 1)], word);
+    if (op == ::blink::Op::SUBMIT) {
+      now.env->watch[id].published = 1;
+      now.env->watch[id].entry = uint8_t(f.sq_tail);
+    } else {
+      now.env->watch[id].cancelled = 1;
+    }
+    ++f.sq_tail;
+  }
+
+  // The NIC delivers one write of the front end: payload, a part of a descriptor, or an aligned word.
+  void deliver(uint32_t r, uint32_t part) {
+    FrontEnd& f = front_end(r);
+    const Op& op = scope_.programs[r][f.op];
+    const RingMemory m = now.c.ring(r);
+    if (op.kind == OpKind::ATTACH) return deliver_attach(r, f, m, op.arg);
+    if (op.kind == OpKind::CANCEL) {
+      publish(r, ::blink::Op::CANCEL, op.arg);
+      return done(f);
+    }
+    const ProgramRequest& q = scope_.requests[op.arg];
+    uint8_t* slot = reinterpret_cast<uint8_t*>(&m.slots[q.slot]);
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(&q.descriptor);
+    constexpr size_t line = 64;  // a descriptor may become visible cache line by cache line
+    if (part == 0) {
+      std::memcpy(m.arena + q.descriptor.prompt_offset, q.payload.data(), q.payload.size() * sizeof(int32_t));
+    } else if (part == 3) {
+      publish(r, ::blink::Op::SUBMIT, op.arg);
+    } else if (part == 1) {
+      std::memcpy(slot, from, line);
+    } else {
+      std::memcpy(slot + line, from + line, sizeof(Slot) - line);
+    }
+    f.part = uint8_t(f.part | 1u << part);
+    if (f.part == 15) done(f);
+  }
+
+  // Words of an attach, in the order of blink_core/frontend/ring_client.py: queue, head, lease, epoch.
+  void deliver_attach(uint32_t r, FrontEnd& f, const RingMemory& m, uint32_t epoch) {
+    const uint32_t n = config_.sq_entries;
+    if (f.part < n) {
+      store_release(&m.sq[f.part++], 0);
+    } else if (f.part == n) {
+      store_release(&m.front_end->cq_head, 0), ++f.part;
+    } else if (f.part == n + 1) {
+      store_release(&m.front_end->lease, m.front_end->lease + 1), ++f.part;
+    } else {
+      store_release(&m.front_end->epoch, epoch);
+      f.epoch = epoch;
+      f.consumed = f.sq_tail = f.crashed = 0;
+      done(f);
+    }
+    (void)r;
+  }
+
+  static void done(FrontEnd& f) {
+    f.executed |= 1u << f.op;
+    ++f.op;
+    f.part = 0;
+  }
+
+  void crash(uint32_t r) {
+    FrontEnd& f = front_end(r);
+    const std::vector<Op>& ops = scope_.programs[r];
+    if (!f.crashed) f.crash_op = f.op, f.crash_part = f.part;
+    if (f.crashed) ++f.op;  // died while it attached: another one does
+    while (f.op < ops.size() && ops[f.op].kind != OpKind::ATTACH) ++f.op;
+    f.part = 0;
+    (f.op < ops.size() ? f.crashed : f.dead) = 1;
+  }
+
+  void consume(uint32_t r) {
+    FrontEnd& f = front_end(r);
+    const RingMemory m = now.c.ring(r);
+    if (scope_.plant == PLANT_READS_AGAIN && f.consumed > m.front_end->cq_head) {
+      f.consumed = m.front_end->cq_head;
+      return;
+    }
+    do {
+      const Event& e = m.cq[f.consumed & (config_.cq_entries - 1)];
+      if (e.seq != f.consumed + 1) {
+        throw Violation{"R9", "ring " + std::to_string(r) + ": event " + std::to_string(f.consumed) +
+                                  " is published and shows seq " + std::to_string(e.seq)};
+      }
+      ++f.consumed;
+      if (e.kind == uint8_t(EventKind::FINISH) || e.kind == uint8_t(EventKind::ERROR)) {
+        const int32_t id = find(r, e.slot, e.generation, f.epoch);
+        if (id >= 0) now.env->watch[id].seen = 1;
+      }
+    } while (scope_.consume_all && f.consumed < m.gpu->cq_tail);
+  }
+
+  // The step in flight, if any, ends with the given outcomes, and the scheduler goes over the boundary.
+  void boundary(uint32_t detail) {
+    if (now.c.head->in_flight != 0) complete(detail);
+    SoloGroup group(scratch_);
+    launched = step_boundary(now.c, group, now.env->now);
+    if (now.c.head->state == uint32_t(EngineState::STOPPED)) publish_events(now.c);  // as the loop does at its end
+    if (launched) launch();
+    after_scheduler();
+  }
+
+  // The fake model, as late as it may be: all writes, then all reads, after whatever happened while the step ran.
+  void complete(uint32_t detail) {
+    const Context& c = now.c;
+    for (uint32_t place = 0; place < c.plan->n_rows; ++place) {
+      const PlanRow& row = c.plan_rows[place];
+      const int32_t id = find(row.ring, row.slot, row.generation, now.env->flight[place].epoch);
+      for (uint32_t i = row.q_start; i < row.q_start + row.q_len; ++i) {
+        uint64_t at = uint64_t(c.plan_kv_slots[i]);
+        if (scope_.plant == PLANT_KV_ELSEWHERE && place > 0 && i == row.q_start) at = c.plan_kv_slots[0];
+        now.kv[at] = tag(c.plan_token_ids[i], uint32_t(c.plan_positions[i]), id);
+      }
+    }
+    uint32_t sample = 0;
+    for (uint32_t place = 0; place < c.plan->n_rows; ++place) {
+      const PlanRow& row = c.plan_rows[place];
+      const int32_t id = find(row.ring, row.slot, row.generation, now.env->flight[place].epoch);
+      const Request& q = c.requests[row.request];
+      const bool lives = q.state == uint32_t(RequestState::RUNNING) && q.generation == row.generation &&
+                         c.rings[row.ring].epoch == now.env->flight[place].epoch;
+      if (lives) read_context(row, id);
+      if (row.sample == 0) continue;
+      const Outcome out = outcome(detail, sample++);
+      StepResult& result = c.results[place];
+      result.token = out == EOS ? config_.eos_ids[0] : out == BAD_ID ? int32_t(config_.vocab) : output(id, row.emitted);
+      result.logprob = -1.0f;
+      result.status = uint32_t(out == NAN_ROW        ? StepStatus::NAN_LOGITS
+                               : out == NO_TOKEN_ROW ? StepStatus::NO_TOKEN
+                                                     : StepStatus::OK);
+    }
+    if (fails(detail)) c.plan->status = uint32_t(StepStatus::FAILED);
+  }
+
+  // What attention reads for a row: every position of its context, through its block table.
+  void read_context(const PlanRow& row, int32_t id) const {
+    const uint32_t size = config_.page_size;
+    const int32_t* tokens = now.c.tokens_of(row.request);
+    for (uint32_t i = 0; i < row.context_len; ++i) {
+      const uint32_t page = now.c.table_of(row.row)[i / size];
+      if (page < config_.pages && now.kv[uint64_t(page) * size + i % size] == tag(tokens[i], i, id)) continue;
+      throw Violation{"K1", "request " + std::to_string(row.request) + " reads position " + std::to_string(i) +
+                                " from page " + std::to_string(page) + ", which holds something else"};
+    }
+  }
+
+  void launch() {
+    const Context& c = now.c;
+    Env& env = *now.env;
+    env.n_flight = c.plan->n_rows;
+    for (uint32_t place = 0; place < c.plan->n_rows && place < MAX_ROWS; ++place) {
+      const PlanRow& row = c.plan_rows[place];
+      Flight& f = env.flight[place];
+      f = {c.rings[row.ring].epoch, row.request, row.generation, 0, 0};
+      for (uint32_t i = 0; i < row.n_pages && i < config_.max_pages; ++i) {
+        f.pages |= 1u << (c.table_of(row.row)[i] & (MAX_PAGES - 1));
+      }
+    }
+  }
+
+  // PLANT_DEAF: what the scheduler sees of a cancel is one of nobody.
+  void deafen() {
+    for (uint32_t r = 0; r < config_.rings; ++r) {
+      for (uint32_t i = 0; i < config_.sq_entries; ++i) {
+        uint64_t& word = now.c.ring(r).sq[i];
+        if ((word >> SQ_OP_SHIFT & 0xF) == uint64_t(::blink::Op::CANCEL)) word |= uint64_t(1) << 63;
+      }
+    }
+  }
+
+  // What nobody owns holds nothing that could be mistaken for KV. Plants that corrupt the scheduler's memory act here.
+  void after_scheduler() {
+    const Context& c = now.c;
+    if (c.head->in_flight == 0) now.env->n_flight = 0;
+    if (scope_.plant == PLANT_FREED_IN_STEP && c.head->quarantined > 0) {
+      const uint32_t page = c.quarantine[--c.head->quarantined];
+      c.pages[page].state = uint32_t(PageState::FREE);
+      c.free_list[c.head->free_pages++] = page;
+    }
+    if (scope_.plant == PLANT_LOST_EVENT) {
+      for (uint32_t r = 0; r < config_.rings; ++r) {
+        RingState& rs = c.rings[r];
+        const Event& last = c.ring(r).cq[(rs.cq_tail - 1) & (config_.cq_entries - 1)];
+        if (rs.cq_tail > was.c.rings[r].cq_tail && rs.cq_tail > 2 && last.kind == uint8_t(EventKind::FINISH)) {
+          --rs.cq_tail;
+        }
+      }
+    }
+    for (uint32_t page = RESERVED_PAGES; page < config_.pages; ++page) {
+      if (c.pages[page].state != uint32_t(PageState::FREE)) continue;
+      int64_t* kv = now.kv + uint64_t(page) * config_.page_size;
+      for (uint32_t i = 0; i < config_.page_size; ++i) kv[i] = POISON;
+    }
+  }
+
+  Config config_;
+  const Scope& scope_;
+  BlockLayout layout_;
+  Scratch scratch_{};
+
+ public:
+  Block now, was;
+};
+
+}  // namespace blink::explore
