@@ -230,6 +230,14 @@ def check_make(system: System, options: Options) -> Check:
     return Check("make", OK, path) if path else Check("make", MISSING, "not found", ("make",))
 
 
+def check_spin(system: System, options: Options) -> Check:
+    """spin, which checks the model of the ring protocol; `blink certify` does without it."""
+    path = system.which("spin")
+    if path:
+        return Check("spin", OK, path)
+    return Check("spin", SKIPPED, "not found; optional, for python -m verification.ring_model: apt-get install -y spin")
+
+
 def check_shared_memory(system: System, options: Options) -> Check:
     """Free bytes of /dev/shm, and what an engine will take of them."""
     try:
@@ -307,6 +315,7 @@ CHECKS: tuple[Callable[[System, Options], Check], ...] = (
     check_venv,
     check_compiler,
     check_make,
+    check_spin,
     check_shared_memory,
     check_memory,
     check_disk,
