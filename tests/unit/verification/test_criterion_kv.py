@@ -14,7 +14,7 @@ from verification.criterion import KVScores, check_kv, judge_kv, score_kv
 from verification.models.sensitivity import rotate
 from verification.oracles.hf import HFOracle
 from verification.result import CheckResult, Verdict
-from verification.thresholds import Thresholds
+from verification.thresholds import Thresholds, load_thresholds
 
 Array = NDArray[Any]
 Rig = Any  # conftest.Rig; conftest modules cannot be imported
@@ -151,3 +151,20 @@ def test_shapes_and_oracle_faults(rig: Rig, limits: Thresholds) -> None:
     broken[0, 0, 0, 0] = np.inf
     result = check_kv(k=k, v=v, hf64=(broken, v), hf32=(k, v), thresholds=limits.kv)
     assert result.verdict is Verdict.UNKNOWN
+
+
+def test_an_ill_conditioned_row_is_held_against_its_own_error() -> None:
+    """A row on which HuggingFace float32 errs most may err alike in the engine, and not 8 times as much.
+
+    Catches: one V row in 39,240 of SmolLM2, 2.2 times HuggingFace's own error there, called corruption by the layer's p99
+    (seed 42242999201010).
+    """
+    limits = load_thresholds().kv
+    shape = (2, 1, 200, 1)
+    own = np.full(shape, 1e-7)
+    own[:, 0, 80] = 6e-7
+    for factor, verdict in ((2.2, Verdict.VALID), (9.0, Verdict.INVALID)):
+        engine = own.copy()
+        engine[:, 0, 80] *= factor
+        scores = KVScores(engine, own, np.ones(shape), np.arange(200), tuple({} for _ in range(200)))
+        assert judge_kv(scores, limits).verdict is verdict, factor
