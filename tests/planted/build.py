@@ -1,7 +1,7 @@
-"""Builds the native module with planted faults, or under sanitizers: never installed, for tests only.
+"""Builds the native module under sanitizers: never installed, for tests only.
 
-`python -m tests.planted.build [mutants|sanitize]` prints the path of the module, and `threads` or `relaxed` that of the
-program `threads.cpp` under ThreadSanitizer. A build is reused until its sources change; two callers at once build once.
+`python -m tests.planted.build sanitize` prints the path of the module, and `threads` or `relaxed` that of the program
+`threads.cpp` under ThreadSanitizer. A build is reused until its sources change; two callers at once build once.
 """
 
 from __future__ import annotations
@@ -9,29 +9,23 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
-from enum import IntEnum
 from pathlib import Path
 
 import ninja
 from filelock import FileLock
 
+from verification.mutants.model import by_name
+
 ROOT = Path(__file__).parents[2]
 BUILD_TIMEOUT_S = 600
-OPTIONS = {"mutants": "-DBLINK_MUTANTS=ON", "sanitize": "-DBLINK_SANITIZE=ON"}
-# Programs under ThreadSanitizer: as it ships, and with release stores made relaxed.
-PROGRAMS: dict[str, tuple[str, ...]] = {"threads": (), "relaxed": ("-DBLINK_MUTANT_RELAXED_PUBLISH=1",)}
-
-
-class Mutant(IntEnum):
-    """Faults of `blink_core/device/mutant.hpp`; pass one to `activate_mutant` of the built module."""
-
-    NONE = 0
-    ADMIT_YOUNGEST_FIRST = 1
-    TOKEN_TWICE = 2
-    LEAK_PAGE_ON_CANCEL = 3
+OPTIONS = {"sanitize": "-DBLINK_SANITIZE=ON"}
+FOLDERS = ("device", "runtime/native")
+# Programs under ThreadSanitizer: as it ships, and with a mutant in a copy of its headers.
+PROGRAMS: dict[str, str | None] = {"threads": None, "relaxed": "publish-without-release"}
 
 
 class BuildFailed(RuntimeError):
@@ -41,7 +35,7 @@ class BuildFailed(RuntimeError):
 def _digest(*more: Path) -> str:
     """Of everything that the module is made from, the interpreter included, and of the files `more`."""
     sources = [ROOT / "CMakeLists.txt", *more]
-    for folder in ("device", "runtime/native"):
+    for folder in FOLDERS:
         sources += sorted((ROOT / "blink_core" / folder).glob("*.[ch]pp"))
     total = hashlib.sha256(sys.version.encode())
     for path in sources:
@@ -59,8 +53,8 @@ def _python(*module: str) -> None:
     _run(sys.executable, "-m", *module)
 
 
-def build(kind: str = "mutants") -> Path:
-    """Path of the built module: kind 'mutants' or 'sanitize'. Raises BuildFailed, or KeyError for another kind."""
+def build(kind: str) -> Path:
+    """Path of the built module: kind 'sanitize'. Raises BuildFailed, or KeyError for another kind."""
     folder = ROOT / "build" / kind
     folder.mkdir(parents=True, exist_ok=True)
     module = folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -84,31 +78,48 @@ def _atomics() -> Path:
     raise BuildFailed("the nvidia-cuda-cccl wheel has no cuda/atomic")
 
 
+def _mutated(name: str | None, folder: Path) -> Path:
+    """Folder of the scheduler's headers, or of a copy of them with that mutant in it."""
+    if name is None:
+        return ROOT / "blink_core"
+    mutant = by_name(name)
+    for part in FOLDERS:
+        shutil.copytree(ROOT / "blink_core" / part, folder / part, dirs_exist_ok=True)
+    file = folder / Path(mutant.file).relative_to("blink_core")
+    file.write_text(mutant.apply(mutant.path.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
+
+
 def build_program(kind: str) -> Path:
-    """Path of `threads.cpp` built under ThreadSanitizer: kind 'threads', or 'relaxed' with its publishes planted so.
+    """Path of `threads.cpp` under ThreadSanitizer: kind 'threads', or 'relaxed' with its publishes made so by a mutant.
 
     Raises BuildFailed, or KeyError for another kind.
     """
-    source, folder = Path(__file__).parent / "threads.cpp", ROOT / "build" / kind
+    return _threaded(kind, Path(__file__).parent / "threads.cpp", PROGRAMS[kind])
+
+
+def build_litmus() -> Path:
+    """Path of `tests/litmus/litmus.cpp` under ThreadSanitizer. Raises BuildFailed."""
+    return _threaded("litmus", ROOT / "tests" / "litmus" / "litmus.cpp", None)
+
+
+def _threaded(kind: str, source: Path, mutant: str | None) -> Path:
+    folder = ROOT / "build" / kind
     folder.mkdir(parents=True, exist_ok=True)
     program, stamp, digest = folder / kind, folder / "digest", _digest(source)
-    includes = [f"-I{ROOT / 'blink_core' / part}" for part in ("device", "runtime/native")]
+    headers = _mutated(mutant, folder)
+    includes = [f"-I{headers / part}" for part in FOLDERS]
     options = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=thread", "-pthread"]
     with FileLock(folder / "lock", timeout=BUILD_TIMEOUT_S):
         if not (program.exists() and stamp.exists() and stamp.read_text() == digest):
             stamp.unlink(missing_ok=True)
             compiler = os.environ.get("CXX", "g++")
-            command = [compiler, *options, *PROGRAMS[kind], *includes, "-isystem", str(_atomics())]
+            command = [compiler, *options, *includes, "-isystem", str(_atomics())]
             _run(*command, str(source), "-o", str(program))
             stamp.write_text(digest)
     return program
 
 
-def build_mutants() -> Path:
-    """Path of the native module with its planted faults, none of them active until `activate_mutant`."""
-    return build("mutants")
-
-
 if __name__ == "__main__":
-    wanted = sys.argv[1] if len(sys.argv) > 1 else "mutants"
+    wanted = sys.argv[1] if len(sys.argv) > 1 else "sanitize"
     print(build_program(wanted) if wanted in PROGRAMS else build(wanted))

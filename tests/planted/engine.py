@@ -14,15 +14,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.planted.load import replace_native
-
-MUTANT_MODULE = "BLINK_MUTANT_MODULE"  # path of the native module built with its mutants
-MUTANT_ID = "BLINK_MUTANT_ID"
+MUTANT = "BLINK_TEST_MUTANT"  # name of a native mutant; none: the build with mutants, and none of them active
 
 
 def native_mutant() -> None:
-    """Class Q, R, K: the scheduler built with mutants, one of them active."""
-    replace_native(Path(os.environ[MUTANT_MODULE])).activate_mutant(int(os.environ[MUTANT_ID]))
+    """The scheduler built with mutants, one of them active."""
+    from verification.mutants import native, weave
+
+    woven = weave.build()
+    name = os.environ.get(MUTANT, "")
+    native.install(woven.path, woven.identities[name] if name else 0)
 
 
 def foreign_kv_row() -> None:

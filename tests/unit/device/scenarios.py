@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from blink_core.abi.enums import EventKind
-from tests.unit.device import invariants
-from tests.unit.device.front_end import FrontEnd, Submission
-from tests.unit.device.harness import VOCAB, Harness, small_config
+from verification.scheduler import invariants
+from verification.scheduler.front_end import FrontEnd, Submission
+from verification.scheduler.harness import VOCAB, Harness, small_config
 
 FINISH, ERROR = int(EventKind.FINISH), int(EventKind.ERROR)
 

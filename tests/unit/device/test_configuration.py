@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, Op
-from tests.unit.device.front_end import entry
 from tests.unit.device.scenarios import ERROR, FINISH, started, submit
+from verification.scheduler.front_end import entry
 
 
 def test_slot_beyond_the_ring_after_the_shared_configuration_was_overwritten() -> None:

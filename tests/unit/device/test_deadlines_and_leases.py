@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, RequestState
-from tests.unit.device.harness import Harness, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, request, started, submit
+from verification.scheduler.harness import Harness, small_config
 
 # ---- deadlines
 

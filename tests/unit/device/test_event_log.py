@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, LogLevel, SlotFlag
-from tests.unit.device import cache_invariants, invariants
-from tests.unit.device.front_end import entry
-from tests.unit.device.harness import VOCAB, Harness, next_token, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, started, submit
+from verification.scheduler import cache_invariants, invariants
+from verification.scheduler.front_end import entry
+from verification.scheduler.harness import VOCAB, Harness, next_token, small_config
 
 DECISIONS = {
     *(LogKind.ACCEPT, LogKind.REJECT, LogKind.ADMIT, LogKind.PREEMPT, LogKind.FINISH, LogKind.ERROR, LogKind.CANCEL),

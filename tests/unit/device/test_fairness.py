@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from blink_core.abi.enums import Admission, FinishReason, LogKind, RequestState
-from tests.unit.device.front_end import FrontEnd, Submission
-from tests.unit.device.harness import VOCAB, Harness, small_config
 from tests.unit.device.scenarios import FINISH, request, started
+from verification.scheduler.front_end import FrontEnd, Submission
+from verification.scheduler.harness import VOCAB, Harness, small_config
 
 MODES = [Admission.OPTIMISTIC, Admission.RESERVE]
 

@@ -10,9 +10,9 @@ import pytest
 from blink_core.abi.definition import SLOT as SLOT_STRUCT
 from blink_core.abi.dtypes import SLOT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, Op
-from tests.unit.device.expectations import deserved
-from tests.unit.device.front_end import FrontEnd, entry, record_of, seal
-from tests.unit.device.harness import VOCAB, Harness, small_config
+from verification.scheduler.expectations import deserved
+from verification.scheduler.front_end import FrontEnd, entry, record_of, seal
+from verification.scheduler.harness import VOCAB, Harness, small_config
 
 FIELDS = [f.name for f in SLOT_STRUCT.fields]
 INTEGERS = (0, 1, 2, 7, 8, 9, 23, 24, 25, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1)

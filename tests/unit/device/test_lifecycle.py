@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from blink_core.abi.enums import EngineState, ErrorReason, FinishReason, LogKind, RequestState
-from tests.unit.device import cache_invariants, invariants
-from tests.unit.device.front_end import FrontEnd
-from tests.unit.device.harness import EOS, Harness, next_token, order_of_acceptance, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, request, started, submit
+from verification.scheduler import cache_invariants, invariants
+from verification.scheduler.front_end import FrontEnd
+from verification.scheduler.harness import EOS, Harness, next_token, order_of_acceptance, small_config
 
 # ---- admission
 

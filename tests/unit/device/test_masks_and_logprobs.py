@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, SlotFlag
-from tests.unit.device.front_end import FrontEnd, Submission
-from tests.unit.device.harness import Harness, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, request, started
+from verification.scheduler.front_end import FrontEnd, Submission
+from verification.scheduler.harness import Harness, small_config
 
 MASKED = SlotFlag.IGNORE_EOS | SlotFlag.MASKED
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from blink_core.abi.enums import FinishReason, LogKind, PageState, RequestState, SlotFlag
-from tests.unit.device.cache_invariants import extend
-from tests.unit.device.front_end import FrontEnd, Submission
-from tests.unit.device.harness import VOCAB, Harness, next_token, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, request, started
+from verification.scheduler.cache_invariants import extend
+from verification.scheduler.front_end import FrontEnd, Submission
+from verification.scheduler.harness import VOCAB, Harness, next_token, small_config
 
 
 def submit(front: FrontEnd, prompt: list[int], max_tokens: int, *, flags: int = 1, **fields: Any) -> Submission:

@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.unit.device.program import EXAMPLES, Program, programs, run
+from verification.scheduler.programs import EXAMPLES, Program, programs, run
 
 FULL = 150
 # What must occur in the drawn programs, or they test less than they say.

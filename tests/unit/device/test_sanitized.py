@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.planted.build import ROOT, build
-from tests.unit.device.program import EXAMPLES
+from verification.scheduler.programs import EXAMPLES
 
 HERE = Path(__file__).parent
 # What reaches every region and list; the scenarios left out check behaviour, which no sanitizer changes.
@@ -28,7 +28,7 @@ import sys
 from pathlib import Path
 from tests.planted.load import replace_native
 replace_native(Path(sys.argv[1]))
-from tests.unit.device import harness as h
+from verification.scheduler import harness as h
 import numpy as np
 config = h.small_config()
 real = config.layouts

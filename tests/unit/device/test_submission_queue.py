@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, Op
-from tests.unit.device.front_end import GENERATIONS, SEQUENCES, entry
-from tests.unit.device.harness import Harness, small_config
 from tests.unit.device.scenarios import ERROR, FINISH, started, submit
+from verification.scheduler.front_end import GENERATIONS, SEQUENCES, entry
+from verification.scheduler.harness import Harness, small_config
 
 
 def test_rings_wrap_many_times() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import ErrorReason, SlotFlag
-from tests.unit.device.front_end import record_of, reference_checksum
+from verification.scheduler.front_end import record_of, reference_checksum
 
 
 def _fits_arena(config: EngineConfig, slot: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,17 @@ from blink_core import _native
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import LOGPROBS_EVENT
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, LogLevel, RequestState, StepStatus
-from tests.unit.device import cache_invariants, invariants, log_inputs, scripted_model
-from tests.unit.device.front_end import FrontEnd, Submission
-from tests.unit.device.log_inputs import Entry
-from tests.unit.device.scripted_model import EOS, VOCAB, Planned, TaggedPool, next_token
+from verification.scheduler import cache_invariants, invariants, log_inputs, scripted_model
+from verification.scheduler.front_end import FrontEnd, Submission
+from verification.scheduler.log_inputs import Entry
+from verification.scheduler.scripted_model import EOS, VOCAB, Planned, TaggedPool, next_token
 
-__all__ = ["EOS", "VOCAB", "Harness", "next_token", "order_of_acceptance", "small_config"]
+__all__ = ["CHECKS", "EOS", "VOCAB", "Harness", "next_token", "order_of_acceptance", "small_config"]
+
+# What is checked: raw memory after each call, who is left out of a plan, the prefix cache, the event log, what front
+# ends hear, and plans with the KV that they lead to.
+CHECKS = frozenset({"memory", "progress", "cache", "log", "ledger", "plan"})
+ALWAYS = frozenset({"ledger", "plan"})
 
 
 def small_config(**fields: Any) -> EngineConfig:
@@ -51,13 +56,20 @@ def small_config(**fields: Any) -> EngineConfig:
 class Harness:
     """`boundary`, `run_model`, `poll` in any order that the engine could; every call is followed by the checks.
 
-    Each call of the scheduler is one microsecond after the last, unless `now` is set.
+    Each call of the scheduler is one microsecond after the last, unless `now` is set. checks: all (True), those that
+    cost little (False), or some of CHECKS by name; what is not checked is followed as the scheduler does it.
     """
 
     def __init__(
-        self, config: EngineConfig, *, native: Any = _native, group_size: int = 1, checks: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        native: Any = _native,
+        group_size: int = 1,
+        checks: bool | Collection[str] = True,
     ) -> None:
-        self.config, self.checks = config, checks
+        self.config = config
+        self.checks = (CHECKS if checks else ALWAYS) if isinstance(checks, bool) else frozenset(checks)
         layouts = config.layouts()
         # One allocation a region, of exactly its size: an address sanitizer sees a step beyond any end.
         self.shared = np.zeros(config.shared_nbytes(), np.uint8)
@@ -105,9 +117,9 @@ class Harness:
         self._after(before, polled=False)
         self.in_flight = []
         if launched:
-            find, checks = self.find, scripted_model.check_plan
-            self.in_flight = checks(self.plan, self.state, self.config, find)
-        if self.checks and int(self.control["control"]["stop_request"][0]) == 0:
+            resolve = scripted_model.check_plan if "plan" in self.checks else scripted_model.follow_plan
+            self.in_flight = resolve(self.plan, self.state, self.config, self.find)
+        if "progress" in self.checks and int(self.control["control"]["stop_request"][0]) == 0:
             planned = {int(r) for r in self.plan["rows"]["request"][: self.n_rows]} if launched else set()
             left = self.config.token_budget - (int(self.plan["header"]["n_tokens"][0]) if launched else 0)
             invariants.check_progress(self.last, launched, planned, left)
@@ -125,7 +137,8 @@ class Harness:
 
     def run_model(self, faults: dict[int, str] | None = None, *, failed: bool = False) -> None:
         """Executes the step in flight; `faults` by row as `scripted_model.run` takes them."""
-        scripted_model.run(self.in_flight, self.plan, self.state, self.pool, self.config, faults or {})
+        check = "plan" in self.checks
+        scripted_model.run(self.in_flight, self.plan, self.state, self.pool, self.config, faults or {}, check=check)
         if failed:
             for planned in self.in_flight:
                 planned.submission.spoiled = True
@@ -173,8 +186,14 @@ class Harness:
     def finish(self) -> None:
         """Everything free, every submission of a current epoch ended once and for a reason that it gave."""
         s = self.snapshot()
-        invariants.check_idle(s)
-        assert s.header["tokens"] == sum(len(x.tokens) for x in self.history)
+        if "memory" in self.checks or self.checks == ALWAYS:
+            invariants.check_idle(s)
+        if "ledger" in self.checks:
+            self.check_ends(int(s.header["tokens"]))
+
+    def check_ends(self, tokens: int) -> None:
+        """Every token that the scheduler counts was heard, every submission of a current epoch has ended."""
+        assert tokens == sum(len(x.tokens) for x in self.history), f"{tokens} tokens were made, not all were heard"
         for x in self.history:
             if x.epoch == self.fronts[x.ring].epoch:
                 assert x.terminal is not None, f"no terminal event for {x}"
@@ -195,8 +214,8 @@ class Harness:
     def _after(self, before: tuple[list[bytes], log_inputs.Inputs], *, polled: bool) -> None:
         written, inputs = before
         clock = self.clock = max(self.clock, self.now)
-        assert int(self.state["header"]["clock"][0]) == clock
-        assert self._front_end_bytes() == written, "the scheduler wrote into memory of the front end"
+        if "ledger" in self.checks:
+            self.check_call(clock, written)
         made = self._follow_log()
         signs = self._signs_of_life(inputs) if polled else None
         for ring in range(self.config.rings):
@@ -204,14 +223,21 @@ class Harness:
         self._note_acceptance()
         if signs is not None:
             self._watch_leases(signs)
-        if self.checks:
-            s = self.last = self.snapshot()
-            invariants.check_all(s)
-            cache_invariants.check_cache(s)
-            if made is not None and self.config.log_level == LogLevel.ALL:
-                sq = [views["sq"] for views in self.rings]
-                log_inputs.check(inputs, log_inputs.take(self.state, self.config.slots), made, clock, sq)
-                self.logged = log_inputs.check_clock(made, clock, self.logged)
+        if self.checks & {"memory", "progress", "cache"}:
+            self.last = self.snapshot()
+        if "memory" in self.checks:
+            invariants.check_all(self.last)
+        if "cache" in self.checks:
+            cache_invariants.check_cache(self.last)
+        if "log" in self.checks and made is not None and self.config.log_level == LogLevel.ALL:
+            sq = [views["sq"] for views in self.rings]
+            log_inputs.check(inputs, log_inputs.take(self.state, self.config.slots), made, clock, sq)
+            self.logged = log_inputs.check_clock(made, clock, self.logged)
+
+    def check_call(self, clock: int, written: list[bytes]) -> None:
+        """The clock that was followed, and nothing of the front ends' memory changed."""
+        assert int(self.state["header"]["clock"][0]) == clock, f"the clock is not {clock}"
+        assert self._front_end_bytes() == written, "the scheduler wrote into memory of the front end"
 
     def _signs_of_life(self, before: log_inputs.Inputs) -> list[bool]:
         """Rings whose lease changed, whose epoch did, or who had entries taken, in a call that looked at them."""
@@ -228,7 +254,7 @@ class Harness:
             lease = int(self.rings[ring]["front_end"]["lease"][0])
             self.leases[ring] = lease, self.clock if sign else self.leases[ring][1]
             silent = self.clock - self.leases[ring][1]
-            if self.config.lease_us and silent >= self.config.lease_us:
+            if "ledger" in self.checks and self.config.lease_us and silent >= self.config.lease_us:
                 live = int(self.state["rings"][ring]["live"])
                 assert live == 0, f"ring {ring} was silent for {silent} us and has {live} requests alive"
 
@@ -249,16 +275,25 @@ class Harness:
         copies = self.copies[ring]
         for at in [at for at in copies if at < self.fronts[ring].cq_head]:
             del copies[at]
-        for at, copy in copies.items():
-            assert views["cq"][at % size].tobytes() == copy, f"event {at} was overwritten before it was consumed"
-        for at in range(self.heard[ring], tail):
+        if "ledger" in self.checks:
+            self.check_queue(ring, tail)
+        for at in range(max(self.heard[ring], tail - size), tail):
             event = views["cq"][at % size]
-            assert int(event["seq"]) == at + 1
             copies[at] = event.tobytes()
+            if "ledger" in self.checks:
+                self.check_event(ring, event)
             self._event(ring, event)
-        assert tail >= self.heard[ring]
         self.heard[ring] = tail
-        assert len(copies) <= size
+
+    def check_queue(self, ring: int, tail: int) -> None:
+        """Events are numbered, come one behind the other, and none is overwritten before it is consumed."""
+        cq, size, heard = self.rings[ring]["cq"], self.config.cq_entries, self.heard[ring]
+        for at, copy in self.copies[ring].items():
+            assert cq[at % size].tobytes() == copy, f"event {at} was overwritten before it was consumed"
+        assert tail >= heard, f"the completion queue of ring {ring} goes back from {heard} to {tail}"
+        assert len(self.copies[ring]) + tail - heard <= size, f"more events than the queue of ring {ring} holds"
+        for at in range(heard, tail):
+            assert int(cq[at % size]["seq"]) == at + 1, f"event {at} is numbered {int(cq[at % size]['seq'])}"
 
     def _register(self) -> None:
         for x in self.history[self.registered :]:
@@ -270,6 +305,24 @@ class Harness:
         return self.by_key.get((ring, self.epochs[ring], slot, generation))
 
     def _event(self, ring: int, event: Any) -> None:
+        """Notes what an event says of its submission."""
+        x = self.find(ring, int(event["slot"]), int(event["generation"]))
+        if x is None:
+            return
+        kind = int(event["kind"])
+        if kind == EventKind.LOGPROBS:
+            e = np.frombuffer(event.tobytes(), LOGPROBS_EVENT)[0]
+            count = int(e["count"])
+            x.alternatives += zip(e["tokens"][:count].tolist(), e["logprobs"][:count].tolist(), strict=True)
+            self.situations.add("logprobs")
+        elif kind == EventKind.TOKEN:
+            x.alternatives = []
+            x.tokens.append(int(event["token"]))
+        else:
+            x.terminal = kind, int(event["reason"]), int(event["index"])
+
+    def check_event(self, ring: int, event: Any) -> None:
+        """An event is of a request that lives, comes in its order, and says what the request's own story gives."""
         x = self.find(ring, int(event["slot"]), int(event["generation"]))
         if x is None and (ring, int(event["slot"]), int(event["generation"])) in self.strays:
             assert (event["kind"], event["reason"]) == (EventKind.ERROR, ErrorReason.BAD_ENTRY)
@@ -278,7 +331,7 @@ class Harness:
         assert x.terminal is None, f"event {event} after the terminal event of {x}"
         kind, reason, index = int(event["kind"]), int(event["reason"]), int(event["index"])
         if kind == EventKind.LOGPROBS:
-            self._alternatives(x, event)
+            self.check_alternatives(x, event)
             return
         assert index == len(x.tokens), f"event {event} has index {index}, expected {len(x.tokens)}"
         if kind == EventKind.TOKEN:
@@ -288,27 +341,22 @@ class Harness:
             assert int(event["token"]) == expected, f"token {event} of {x}"
             asked = scripted_model.alternatives(expected, int(x.descriptor["logprobs"]))
             assert x.alternatives == asked, f"{x.alternatives} before {event}, expected {asked}"
-            x.alternatives = []
-            x.tokens.append(int(event["token"]))
             return
         assert not x.alternatives, f"alternatives {x.alternatives} of no token of {x}"
-        x.terminal = (kind, reason, index)
         if self.config.log_level >= LogLevel.DECISIONS and "log overflow" not in self.situations:
             found = x.cached if kind == EventKind.FINISH else -1
             assert int(event["token"]) == found, f"{event} tells of another prefix hit than {found} tokens"
-        self._judge_end(x, kind, reason)
+        self.check_end(x, kind, reason)
 
-    def _alternatives(self, x: Submission, event: Any) -> None:
+    def check_alternatives(self, x: Submission, event: Any) -> None:
         """One LOGPROBS event: full but for the last of its token, and nothing in its unused pairs."""
         e = np.frombuffer(event.tobytes(), LOGPROBS_EVENT)[0]
         count, asked = int(e["count"]), int(x.descriptor["logprobs"])
         left = asked - len(x.alternatives)
         assert count == min(2, left) > 0, f"{count} alternatives, {left} are still to come of {x}"
-        x.alternatives += zip(e["tokens"][:count].tolist(), e["logprobs"][:count].tolist(), strict=True)
         assert e["tokens"][count:].tolist() == [-1] * (2 - count)
-        self.situations.add("logprobs")
 
-    def _judge_end(self, x: Submission, kind: int, reason: int) -> None:
+    def check_end(self, x: Submission, kind: int, reason: int) -> None:
         """The terminal reason is the one that the request's own story gives."""
         if kind == EventKind.FINISH:
             assert x.refusal is None, f"{x} finished, should have been refused with {x.refusal}"

@@ -16,8 +16,8 @@ import numpy as np
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import StepStatus
-from tests.unit.device import invariants
-from tests.unit.device.front_end import Submission
+from verification.scheduler import invariants
+from verification.scheduler.front_end import Submission
 
 VOCAB = 37
 EOS = 0
@@ -33,9 +33,10 @@ def next_token(context: Sequence[int], allowed: Sequence[int] | None = None) -> 
     for token in context:
         h = (h * 1103515245 + token + 12345) & 0x7FFFFFFF
     token = (h >> 8) % VOCAB
-    while allowed is not None and not allowed[token // 32] >> (token % 32) & 1:
-        token = (token + 1) % VOCAB
-    return token
+    if allowed is None:
+        return token
+    order = (*range(token, VOCAB), *range(token))
+    return next((t for t in order if allowed[t // 32] >> (t % 32) & 1), token)  # one that allows nothing: as it is
 
 
 def alternatives(token: int, count: int) -> list[tuple[int, float]]:
@@ -64,15 +65,30 @@ class TaggedPool:
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.page_size
         self.rows: list[Tag | None] = [None] * (config.pages * config.page_size)
+        self.tokens = [-1] * len(self.rows)  # what each slot was computed from
 
     def at(self, table: Sequence[int], position: int) -> Tag | None:
         return self.rows[table[position // self.size] * self.size + position % self.size]
 
     def write(self, slot: int, position: int, token: int, table: Sequence[int], *, poison: bool) -> None:
-        assert slot >= invariants.RESERVED * self.size, f"KV is written into reserved page {slot // self.size}"
         before = self.at(table, position - 1) if position else (-1, START)
         chain = POISON if before is None or before[0] != position - 1 else before[1]
         self.rows[slot] = position, POISON if poison else extend(chain, token)
+        self.tokens[slot] = token
+
+    def read(self, table: Sequence[int], length: int) -> list[int] | None:
+        """The tokens whose KV the table leads to, whatever request they are of; None if a NaN is among them.
+
+        A slot that holds another position's KV reads as a token that is none.
+        """
+        out = []
+        for position in range(length):
+            slot = table[position // self.size] * self.size + position % self.size
+            tag = self.rows[slot]
+            if tag == (position, POISON):
+                return None
+            out.append(self.tokens[slot] if tag is not None and tag[0] == position else -2 - position)
+        return out
 
     def check(self, table: Sequence[int], context: Sequence[int], who: Submission) -> bool:
         """Asserts that the table leads to the KV of `context`. True if it holds NaN of the request's own making."""
@@ -93,9 +109,15 @@ def run(
     pool: TaggedPool,
     config: EngineConfig,
     faults: dict[int, str],
+    *,
+    check: bool = True,
 ) -> None:
-    """Executes a step. `faults` by row: nan, range (id outside the vocabulary), unwritten, no_token, or poison (NaN
-    enters its KV, and shows in its logits from then on)."""
+    """Executes a step.
+
+    faults: by row, nan, range (id outside the vocabulary), unwritten, no_token, or poison (NaN enters its KV, and shows
+    in its logits from then on). check: asserts that the plan leads to the right KV; else its tokens are those of the KV
+    that it leads to, right or wrong.
+    """
     rows, results = plan["rows"], plan["results"]
     tables = state["block_tables"].reshape(config.max_rows, config.max_pages)
     listed = [tables[int(rows[i]["row"])].tolist() for i in range(len(planned))]
@@ -106,9 +128,16 @@ def run(
         for j in range(start, start + count):
             position, token = int(plan["positions"][j]), int(plan["token_ids"][j])
             poison = faults.get(i) in ("nan", "poison") and j == start
+            if check:
+                page = int(plan["kv_slots"][j]) // pool.size
+                assert page >= invariants.RESERVED, f"KV is written into reserved page {page}"
             pool.write(int(plan["kv_slots"][j]), position, token, listed[i], poison=poison)
     for i, p in enumerate(planned):
-        poisoned = pool.check(listed[i], p.context, p.submission)
+        if check:
+            poisoned = pool.check(listed[i], p.context, p.submission)
+        else:
+            found = pool.read(listed[i], len(p.context))
+            poisoned, p.context = found is None, found or []
         if not p.sample:
             results[i] = (VOCAB + 5, np.nan, StepStatus.NAN_LOGITS, 0)  # must not matter
             continue
@@ -116,11 +145,18 @@ def run(
         if fault:
             p.submission.spoiled = True
         if fault != "unwritten":
-            results[i] = sample(p, i, plan, state, config, fault)
+            results[i] = sample(p, i, plan, state, config, fault, check=check)
 
 
 def sample(
-    p: Planned, place: int, plan: dict[str, Array], state: dict[str, Array], config: EngineConfig, fault: str | None
+    p: Planned,
+    place: int,
+    plan: dict[str, Array],
+    state: dict[str, Array],
+    config: EngineConfig,
+    fault: str | None,
+    *,
+    check: bool,
 ) -> tuple[int, float, int, int]:
     """The row's result; its alternatives are written beside."""
     allowed = None
@@ -129,7 +165,8 @@ def sample(
         words = config.mask_words
         row = int(plan["rows"][place]["row"])
         allowed = state["masks"][row * words : (row + 1) * words].tolist()
-        assert allowed == p.submission.mask(p.emitted, words, config.vocab), f"row {place} has another row's mask"
+        mine = p.submission.mask(p.emitted, words, config.vocab)
+        assert not check or allowed == mine, f"row {place} has another row's mask"
     token = next_token(p.context, allowed)
     count, most = int(p.submission.descriptor["logprobs"]), config.max_logprobs
     for i, (other, logprob) in enumerate(alternatives(token, count)):
@@ -177,6 +214,18 @@ def check_plan(plan: dict[str, Array], state: dict[str, Array], config: EngineCo
         if row["sample"]:
             check_sampling(int(row["request"]), int(row["emitted"]), x, state, config)
         made.append(Planned(x, bool(row["sample"]), bool(row["masked"]), len(x.tokens), known[: first + count]))
+    return made
+
+
+def follow_plan(plan: dict[str, Array], state: dict[str, Array], config: EngineConfig, find: Any) -> list[Planned]:
+    """The rows of a plan as it says, with their submissions. Raises LookupError for a row of no submission."""
+    made = []
+    for row in plan["rows"][: int(plan["header"]["n_rows"][0])]:
+        x = find(int(row["ring"]), int(row["slot"]), int(row["generation"]))
+        if x is None:
+            raise LookupError(f"a row is planned for {row['ring']}:{row['slot']}, which nobody submitted")
+        length = int(row["context_len"])
+        made.append(Planned(x, bool(row["sample"]), bool(row["masked"]), len(x.tokens), [0] * length))
     return made
 
 

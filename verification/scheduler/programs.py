@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import Admission, ErrorReason, Op, SlotFlag
-from tests.unit.device.expectations import deserved
-from tests.unit.device.front_end import FrontEnd, Submission, entry
-from tests.unit.device.harness import VOCAB, Harness, small_config
+from verification.scheduler.expectations import deserved
+from verification.scheduler.front_end import SEQUENCES, FrontEnd, Submission, entry
+from verification.scheduler.harness import VOCAB, Harness, small_config
 
 CORRUPTIONS: tuple[tuple[str, Any], ...] = (
     ("prompt_len", 0),
@@ -84,8 +84,11 @@ class Tick:
 
 @dataclass(frozen=True)
 class Program:
+    """first: number of each ring's first submission entry."""
+
     config: EngineConfig
     ticks: tuple[Tick, ...] = field(repr=True)
+    first: int = 0
 
 
 @st.composite
@@ -172,7 +175,7 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
         during=actions,
         model_last=st.booleans(),
         polls=st.integers(0, 2),
-        fault=st.sampled_from([None] * 24 + FAULTS),
+        fault=st.sampled_from([None] * 24 + FAULTS + ["failed"]),
         row=st.integers(0, config.max_rows - 1),
         masks=st.sampled_from([1, 2, 0]),
     )
@@ -180,20 +183,25 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
     chosen = [burst, *draw(st.lists(ticks, min_size=4, max_size=16))]
     if draw(st.integers(0, 5)) == 5:
         chosen.append(Tick(before=(Act("drain", 0), draw(plain))))
-    return Program(config, tuple(chosen))
+    return Program(config, tuple(chosen), draw(st.sampled_from([0, 0, 0, SEQUENCES - 3])))
 
 
-def run(program: Program, **options: Any) -> Harness:
-    """Runs a program to its end with all checks; returns the harness."""
+def run(program: Program, *, limit: int = 2000, **options: Any) -> Harness:
+    """Runs a program to its end, with all checks or those of `options`; returns the harness.
+
+    limit: steps within which everything must have ended once every front end behaves.
+    """
     h = Harness(program.config, **options)
     h.attach()
+    for front, views in zip(h.fronts, h.rings, strict=True):  # as if that many entries had been taken
+        h.state["rings"]["sq_next"][front.index] = views["gpu"]["sq_head"] = front.sq_tail = program.first
     for tick in program.ticks:
         perform(h, tick)
-    wind_up(h)
+    wind_up(h, limit)
     return h
 
 
-def wind_up(h: Harness) -> None:
+def wind_up(h: Harness, limit: int = 2000) -> None:
     """Every front end behaves again, and everything ends."""
     for front in h.fronts:
         front.withhold = front.silent = False
@@ -202,7 +210,7 @@ def wind_up(h: Harness) -> None:
     h.poll()
     for front in h.fronts:
         front.consume()
-    h.settle()
+    h.settle(limit)
 
 
 def perform(h: Harness, tick: Tick) -> None:
@@ -281,7 +289,7 @@ def spoil_mask(h: Harness, front: FrontEnd, action: Act) -> None:
 
 def submit(h: Harness, front: FrontEnd, s: Submit) -> Submission | None:
     flags = int(s.ignore_eos) | SlotFlag.NO_PREFIX_CACHE * (not s.cache) | SlotFlag.MASKED * s.masked
-    fields: dict[str, Any] = {"flags": flags, "seed": s.length * 17 + s.max_tokens, "choice": s.token}
+    fields: dict[str, Any] = {"flags": flags, "seed": (s.length * 17 + s.max_tokens) * 0x1_0000_0001, "choice": s.token}
     fields |= {"temperature": 0.5 * s.token, "stop_ids": () if s.stop is None else (s.stop,), "top_k": s.token}
     fields |= {"priority": s.priority, "deadline_us": s.deadline, "logprobs": s.logprobs, "min_p": 0.25}
     fields |= {"min_tokens": min(s.min_tokens, s.max_tokens), "presence_penalty": -0.5, "frequency_penalty": 0.5}

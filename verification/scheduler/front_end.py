@@ -226,11 +226,11 @@ class FrontEnd:
         found = int(self.views["mask_boxes"]["ready"][box])
         return box not in self.spoilt and found == ready_word(x.slot, x.generation, len(x.tokens))
 
-    def consume(self) -> None:
-        """Takes every published event and gives the credits back, unless they are withheld."""
+    def consume(self, until: int | None = None) -> None:
+        """Takes every published event, or those before `until`, and gives credits back, unless they are withheld."""
         if self.withhold or not self.acknowledged:
             return
-        tail = int(self.views["gpu"]["cq_tail"][0])
+        tail = int(self.views["gpu"]["cq_tail"][0]) if until is None else until
         size = self.config.cq_entries
         for at in range(self.cq_head, tail):
             event = self.views["cq"][at % size]

@@ -58,8 +58,7 @@ def check(before: Inputs, after: Inputs, made: list[Entry], clock: int, sq: list
         of[e.kind].append(e)
     readings = of[LogKind.CLOCK]
     assert all(e.wide == clock for e in readings), f"the log reads another clock than {clock}"
-    assert len(readings) <= 1
-    assert not readings or made[0].kind == LogKind.CLOCK, "an entry stands before the clock under which it was made"
+    assert readings == made[:1], "the first entry of a call is its CLOCK, and there is no other"
     for ring in range(len(sq)):
         if after.epochs[ring] != before.epochs[ring]:
             assert [e.a for e in of[LogKind.EPOCH] if e.ring == ring] == [after.epochs[ring]]

@@ -6,8 +6,8 @@ from collections import Counter
 from functools import lru_cache
 
 from blink_core.abi.enums import PageState, SlotFlag
-from tests.unit.device.front_end import mix
-from tests.unit.device.invariants import State
+from verification.scheduler.front_end import mix
+from verification.scheduler.invariants import State
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,0 +1,262 @@
+"""Automatic mutants of the scheduler: a random sample of all that `operators` can make, and the score of the checkers.
+
+The sample is drawn by seed from the mutants that compile, so its score is an unbiased estimate of that of all of them;
+beside it stands its 95 % interval (Wilson, 1927). Those that do not compile are found by one compiler run over all of
+them at once, each error put down to the mutant in whose text it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verification.mutants import native, weave
+from verification.mutants.checkers.lock_step import GROUP_FILES
+from verification.mutants.model import PRODUCT, Span
+from verification.mutants.operators import Site, sites
+from verification.mutants.session import Session
+from verification.mutants.weave import BuildFailed, Fault, WeaveError
+from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job
+
+GENERATED = ("abi.hpp",)  # written by blink_core.abi.header, whose own tests hold it to its definition
+CHECKERS = ("lock-step", "raw-memory", "cache-recount", "client-ledger", "plan-and-kv", "progress", "log-inputs")
+ATTEMPTS = 3  # seeds of each checker: the first that finds something kills
+GROUP_CHECKERS = ("lock-step-group",)  # the others run a group of one, which never comes there
+SECONDS = 6.0
+_Z = 1.959964  # 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Automatic:
+    """One mutant by an operator. name: by file, change and surroundings, so that it stays while those do."""
+
+    name: str
+    file: str
+    line: int
+    site: Site
+
+
+def universe() -> list[Automatic]:
+    """All mutants of all operators on the device headers, in order of file and place."""
+    out: list[Automatic] = []
+    for path in sorted((PRODUCT / weave.FOLDERS[0]).glob("*.hpp")):
+        if path.name in GENERATED:
+            continue
+        source, file = path.read_text(encoding="utf-8"), path.relative_to(PRODUCT).as_posix()
+        seen: dict[str, int] = {}
+        for site in sites(source):
+            around = source[max(0, site.start - 80) : site.end + 80]
+            key = hashlib.sha256(f"{file}|{around}|{site.new}|{site.operator}".encode()).hexdigest()[:10]
+            seen[key] = seen.get(key, 0) + 1
+            name = f"auto-{key}" if seen[key] == 1 else f"auto-{key}-{seen[key]}"
+            out.append(Automatic(name, file, source.count("\n", 0, site.start) + 1, site))
+    return out
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sample that compiles. universe: how many there are; rejected: drawn ones that do not compile or weave."""
+
+    mutants: list[Automatic]
+    faults: list[Fault]
+    universe: int
+    rejected: int
+
+
+def draw(count: int, seed: int, *, also: Sequence[Fault] = ()) -> Sample:
+    """`count` mutants that compile, drawn by `seed`. also: faults that are woven beside them. Raises BuildFailed."""
+    every = universe()
+    order = random.Random(f"automatic/{seed}").sample(every, len(every))
+    chosen: list[Automatic] = []
+    rejected = 0
+    while len(chosen) < count and order:
+        fresh, order = order[: count - len(chosen)], order[count - len(chosen) :]
+        good = _compiling([*chosen, *fresh], also)
+        rejected += len(chosen) + len(fresh) - len(good)
+        chosen = good
+    return Sample(chosen, number(chosen, len(also) + 1), len(every), rejected)
+
+
+def number(mutants: Sequence[Automatic], first: int) -> list[Fault]:
+    return [
+        Fault(identity, m.name, m.file, Span(m.site.start, m.site.end, m.site.new), m.site.kind)
+        for identity, m in enumerate(mutants, first)
+    ]
+
+
+def _compiling(mutants: list[Automatic], also: Sequence[Fault]) -> list[Automatic]:
+    """Those that weave and compile together."""
+    left = list(mutants)
+    with tempfile.TemporaryDirectory(prefix="blink-automatic-") as name:
+        folder = Path(name)
+        while left:
+            faults = [*also, *number(left, len(also) + 1)]
+            try:
+                woven = weave.write(faults, folder)
+            except WeaveError as error:
+                left = [m for m in left if m.name not in str(error).split(" overlaps ")[0]]
+                continue
+            bad = _blamed(folder, woven, _errors(folder))
+            if bad is None:  # an error that a mutant has elsewhere, such as for a name that it hides
+                half = len(left) // 2
+                if half == 0:
+                    return []
+                first, second = _compiling(left[:half], also), _compiling(left[half:], also)
+                if len(first) + len(second) == len(left):  # each half for itself, not both together
+                    return first
+                return _compiling(first + second, also)
+            if not bad:
+                return left
+            left = [m for identity, m in enumerate(left, len(also) + 1) if identity not in bad]
+    return left
+
+
+def _errors(folder: Path) -> list[tuple[str, int, int]]:
+    """Errors of the compiler on the woven copy: file, line, column. Raises BuildFailed for output without a place."""
+    unit = folder / "unit.cpp"
+    unit.write_text(
+        '#include "lockstep.hpp"\nstd::vector<int64_t> use(const blink::Config& c) {\n'
+        "  return blink::Lockstep(c, 2).run(nullptr, 0);\n}\n",
+        encoding="utf-8",
+    )
+    includes = [f"-I{folder / part}" for part in weave.FOLDERS]
+    command = [weave.compiler(), "-std=c++20", "-fsyntax-only", "-w", "-fmax-errors=0", *includes, *weave.includes()]
+    done = subprocess.run(
+        [*command, str(unit)], capture_output=True, text=True, timeout=weave.BUILD_TIMEOUT_S, check=False
+    )
+    places = re.findall(rf"^{re.escape(str(folder))}/(\S+?):(\d+):(\d+): (?:fatal )?error", done.stderr, re.MULTILINE)
+    if done.returncode and not places:
+        raise BuildFailed(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+    return [(file, int(line), int(column)) for file, line, column in places]
+
+
+def _blamed(folder: Path, woven: dict[str, weave.Rendered], errors: list[tuple[str, int, int]]) -> set[int] | None:
+    """Numbers of the faults in whose text an error stands, the innermost of each; None if one stands in no fault's."""
+    bad: set[int] = set()
+    for file, line, column in errors:
+        text = (folder / file).read_text(encoding="utf-8")
+        rendered = woven.get(file)
+        if rendered is None:
+            continue
+        shift = len(text) - len(rendered.text)  # the guard's include stands before
+        at = sum(map(len, text.splitlines(keepends=True)[: line - 1])) + column - 1 - shift
+        inside = [
+            (end - begin, i)
+            for ranges in (rendered.places, rendered.guarded)
+            for i, (begin, end) in ranges.items()
+            if begin <= at <= end
+        ]
+        if inside:
+            bad.add(min(inside)[1])
+    return bad if bad or not errors else None
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one mutant. word: killed, crash, timeout or survived."""
+
+    mutant: Automatic
+    word: str
+    checker: str = ""
+    clause: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        m = self.mutant
+        told = {"name": m.name, "file": m.file, "line": m.line, "operator": m.site.operator, "what": m.site.what}
+        return told | {"word": self.word, "checker": self.checker, "clause": self.clause}
+
+
+@dataclass(slots=True)
+class Score:
+    """Killed of those that are not argued equivalent, with the 95 % interval."""
+
+    results: list[Result]
+    universe: int
+    rejected: int
+    equivalent: list[str] = field(default_factory=list)
+
+    @property
+    def counted(self) -> list[Result]:
+        return [r for r in self.results if r.mutant.name not in self.equivalent]
+
+    @property
+    def words(self) -> dict[str, int]:
+        return {word: sum(r.word == word for r in self.counted) for word in ("killed", CRASH, TIMEOUT, "survived")}
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson(self.words["killed"], len(self.counted))
+
+    def __str__(self) -> str:
+        killed, n = self.words["killed"], len(self.counted)
+        low, high = self.interval
+        return (
+            f"{killed} of {n} automatic mutants killed ({killed / max(1, n):.3f}, 95 % {low:.3f} to {high:.3f}); "
+            f"{self.words[CRASH]} crash, {self.words[TIMEOUT]} hang, {self.words['survived']} survive; "
+            f"{len(self.results) - n} argued equivalent; sampled from {self.universe}, {self.rejected} did not compile"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {
+            "killed": self.words["killed"], "counted": len(self.counted), "low": low, "high": high,
+            "words": self.words, "universe": self.universe, "rejected": self.rejected,
+            "equivalent": self.equivalent, "mutants": [r.to_json() for r in self.results],
+        }  # fmt: skip
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """95 % score interval of a share; (0, 1) of nothing."""
+    if n == 0:
+        return 0.0, 1.0
+    p, z2 = hits / n, _Z * _Z
+    centre, half = p + z2 / (2 * n), _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
+    return (0.0 if hits == 0 else max(0.0, low)), (1.0 if hits == n else min(1.0, high))
+
+
+def run(
+    count: int,
+    seed: int,
+    *,
+    shard: tuple[int, int] = (1, 1),
+    equivalent: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> Score:
+    """Draws, builds and runs a sample; of it every n-th from the i-th on. Raises BuildFailed or WorkerLost."""
+    sample = draw(count, seed)
+    woven = weave.build(sample.faults, PRODUCT / "build" / "mutants-automatic")
+    rng = random.Random(f"automatic/seeds/{seed}")
+    seeds = [rng.randrange(1 << 32) for _ in range(ATTEMPTS)]
+    part, parts = shard
+    results = []
+    with Session(native.environment(woven.path, 0)) as session:
+        session.prepare([*CHECKERS, *GROUP_CHECKERS], seeds)
+        for mutant in sample.mutants[part - 1 :: parts]:
+            results.append(_judge(session, mutant, woven.identities[mutant.name], seeds))
+            where = f"{mutant.file}:{mutant.line}"
+            say(f"{results[-1].word:8} {mutant.name} {where} {mutant.site.operator} {mutant.site.what}")
+    return Score(results, sample.universe, sample.rejected, [m.name for m in sample.mutants if m.name in equivalent])
+
+
+def _judge(session: Session, mutant: Automatic, identity: int, seeds: Sequence[int]) -> Result:
+    """Killed by the first checker that finds something; else it crashes, hangs or survives."""
+    worst = NOTHING
+    for checker in GROUP_CHECKERS if mutant.file.endswith(GROUP_FILES) else CHECKERS:
+        for seed in seeds:
+            seconds = 0.0 if checker in GROUP_CHECKERS else SECONDS
+            outcome = session.run(Job(checker, seed, mutant.name, identity, seconds))
+            if outcome.word == FOUND:
+                return Result(mutant, "killed", checker, outcome.clause)
+            if outcome.word in (CRASH, TIMEOUT):
+                worst = outcome.word
+                break  # the next checker: this one will not get farther
+    return Result(mutant, "survived" if worst == NOTHING else worst)

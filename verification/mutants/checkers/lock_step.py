@@ -1,0 +1,299 @@
+"""Checker: whole drawn programs on the compiled scheduler and on the executable specification, every observable."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import zip_longest
+
+from blink_core.abi.config import EngineConfig
+from blink_core.abi.enums import ErrorReason, EventKind, LogKind, LogLevel
+from verification.lockstep.observe import describe
+from verification.lockstep.programs import TABLE, Program, config_of, execute, random_program
+from verification.lockstep.run import CALLS, records
+from verification.mutants.checkers.base import Finding, Product, found, left
+from verification.mutants.model import Mutant
+from verification.trace.drawn import logged
+
+PROGRAMS, LENGTH = 220, 45  # of one seed
+# What a program has more of than `KINDS` weighs; each gets a share of the programs.
+THEMES: tuple[tuple[str, ...], ...] = (
+    (),
+    (),
+    ("bad",),
+    ("bad", "fix", "poll", "wait"),
+    ("cancel", "burst", "poll"),
+    ("slow", "consume", "bad_head", "burst"),
+    ("silent", "wait", "restart"),
+    ("fault", "mask", "burst"),
+    ("fault", "cancel", "poll"),
+    ("fault", "cancel", "step"),
+    ("bad", "step"),
+    ("cancel", "submit", "poll", "boundary"),
+    ("end", "burst", "submit"),
+)
+
+# Classes that a log entry speaks of when specification and scheduler do not write the same one there.
+ENTRIES: dict[LogKind, str] = {
+    LogKind.ACCEPT: "BDRV",
+    LogKind.REJECT: "BDRV",
+    LogKind.ADMIT: "QS",
+    LogKind.PREEMPT: "QS",
+    LogKind.FINISH: "RSB",
+    LogKind.ERROR: "RSX",
+    LogKind.CANCEL: "RS",
+    LogKind.RESERVATION: "QS",
+    LogKind.PREFIX_HIT: "P",
+    LogKind.PLAN_ROW: "GQS",
+    LogKind.STEP: "GQS",
+    LogKind.TOKEN: "RS",
+    LogKind.RESULT: "GRS",
+    LogKind.PAGE_ALLOC: "KS",
+    LogKind.PAGE_FREE: "K",
+    LogKind.PAGE_UNQUARANTINE: "K",
+    LogKind.PAGE_SHARE: "P",
+    LogKind.PAGE_UNSHARE: "KP",
+    LogKind.PAGE_PUBLISH: "P",
+    LogKind.PAGE_EVICT: "KP",
+    LogKind.LEASE: "X",
+    LogKind.EPOCH: "DX",
+    LogKind.STATE: "X",
+    LogKind.CONTROL: "X",
+    LogKind.CLOCK: "VX",
+    LogKind.CREDITS: "DR",
+    LogKind.SQ_ENTRY: "DV",
+    LogKind.MASK: "DSV",
+}
+REFUSALS: dict[ErrorReason, str] = {
+    ErrorReason.CHECKSUM: "D",
+    ErrorReason.BAD_GENERATION: "DSV",
+    ErrorReason.NEVER_FITS: "BQ",
+    ErrorReason.DRAINING: "X",
+    ErrorReason.SLOT_BUSY: "RS",
+    ErrorReason.DEADLINE: "XV",
+    ErrorReason.LEASE_LOST: "X",
+    ErrorReason.MODEL_ERROR: "BGRS",
+}
+# An end or a preemption comes after the entries of what it gives back, and an entry's outcome after it (E3).
+_BEFORE = (LogKind.PAGE_FREE, LogKind.PAGE_UNSHARE, LogKind.SQ_ENTRY)
+_ENDS = (LogKind.FINISH, LogKind.ERROR, LogKind.PREEMPT, LogKind.EPOCH)
+EVENTS = {"TOKEN": "R", "LOGPROBS": "R", "FINISH": "RS", "ERROR": "RS"}
+# By parts of an observable's name, where the logs are equal or not kept; the first that is part of it.
+OBSERVABLES: tuple[tuple[str, str], ...] = (
+    ("sampling", "SV"), ("bias", "S"), ("plan", "GS"), ("mask", "DSV"), ("lease", "X"),
+    ("laps", "X"), ("expires", "VX"), ("clock", "VX"), ("epoch", "D"), ("sq_", "D"), ("bad_heads", "DR"),
+    ("cq_", "DR"), ("torn", "DR"), ("duplicates", "DRV"), ("stale_cancels", "RS"), ("judged", "BDRV"),
+    ("deficit", "QS"), ("turn", "Q"), ("reserved", "Q"), ("paused", "QS"), ("waiting", "QS"), ("running", "S"),
+    ("hits", "P"), ("lookups", "P"), ("published", "P"), ("cached", "P"), ("children", "P"), ("parent", "P"),
+    ("refs", "P"), ("lru", "P"), ("evictions", "P"), ("committed_pages", "K"), ("block_table", "KP"),
+    ("free_list", "K"), ("quarantine", "K"), ("page", "KP"), ("row", "KS"), ("admissions", "QS"),
+    ("preemptions", "QS"), ("tokens", "RS"), ("emitted", "RS"), ("computed", "PS"), ("arrivals", "BDRV"),
+    ("state", "RSX"), ("live", "RSX"), ("admitted", "S"), ("call", "GQ"), ("in_flight", "G"), ("step", "G"),
+)  # fmt: skip
+OTHER = "other"
+GROUPED, GROUP = 8, 2  # programs of a seed whose calls a group of threads works on
+GROUP_FILES = ("/steady.hpp", "/group.hpp", "/thread_group.hpp")
+STEADY = ("step", "step", "submit", "boundary")
+Named = list[tuple[str, int]]
+Log = list[tuple[int, ...]]
+Drawn = tuple[EngineConfig, bytes, bytes, int]
+
+
+def _clauses() -> dict[str, frozenset[str]]:
+    out = {f"observable {name}": frozenset(classes) for name, classes in OBSERVABLES}
+    names = {kind.name: classes for kind, classes in ENTRIES.items()}
+    names |= {f"refused {reason.name}": classes for reason, classes in REFUSALS.items()}
+    for one, classes in names.items():
+        out[f"log {one}"] = frozenset(classes)
+        for other, more in names.items():
+            out[f"log {one}, not {other}"] = frozenset(classes + more)
+    for kind, classes in EVENTS.items():
+        out[f"event {kind}"] = frozenset(classes)
+    for reason in ErrorReason:
+        out[f"event ERROR {reason.name}"] = frozenset(REFUSALS.get(reason, "B") + "R")
+    return out | {"event sequence": frozenset("DR"), OTHER: frozenset()}
+
+
+def _program(rng: random.Random, theme: tuple[str, ...]) -> Program:
+    """A drawn program at log level ALL; a third of its operations are of the theme."""
+    drawn = random_program(rng, LENGTH)
+    places = [at for at, kind in enumerate(TABLE) if kind.__name__ in theme]
+    ops = [bytes([rng.choice(places)]) + op[1:] if places and rng.random() < 0.33 else op for op in drawn.ops]
+    if "fault" in theme:  # of eight kinds, that of the whole step is half
+        whole = [op[:2] + b"\7" + op[3:] for op in ops]
+        ops = [
+            w if TABLE[op[0]].__name__ == "fault" and rng.random() < 0.5 else op
+            for op, w in zip(ops, whole, strict=True)
+        ]
+    return logged(Program(drawn.shape, tuple(ops)))
+
+
+@lru_cache(maxsize=64)
+def _drawn(seed: int) -> tuple[Drawn, ...]:
+    """Configuration, words, the specification's records and size of the group of each program of a seed."""
+    out = []
+    for number in range(PROGRAMS):
+        program = _program(random.Random(f"{seed}/{number}"), THEMES[number % len(THEMES)])
+        out.append(_run(program, 1))
+    return tuple(out)
+
+
+@lru_cache(maxsize=64)
+def _grouped(seed: int) -> tuple[Drawn, ...]:
+    """The same for a group of threads, below log level ALL."""
+    programs = (_program(random.Random(f"{seed}/group/{number}"), STEADY) for number in range(GROUPED))
+    return tuple(_run(_decisions(program), GROUP) for program in programs)
+
+
+def _run(program: Program, size: int) -> Drawn:
+    driver = execute(program).d
+    return driver.config, array("q", driver.words).tobytes(), array("q", driver.expected).tobytes(), size
+
+
+def _decisions(program: Program) -> Program:
+    """The program with an event log of level DECISIONS."""
+    shape = bytearray(program.shape)
+    shape[12] = next(
+        v for v in range(256) if config_of(bytes([*shape[:12], v, *shape[13:]])).log_level == LogLevel.DECISIONS
+    )
+    return Program(bytes(shape), program.ops)
+
+
+def _words(data: bytes) -> list[int]:
+    words = array("q")
+    words.frombytes(data)
+    return words.tolist()
+
+
+class LockStep:
+    """The specification predicts every observable after every call; the first difference names the clause."""
+
+    name = "lock-step"
+    where = frozenset({"native"})
+    clauses: Mapping[str, frozenset[str]] = _clauses()
+    functions = frozenset(
+        {
+            "verification.lockstep.observe.observe",
+            "verification.lockstep.observe.describe",
+            "verification.lockstep.run.records",
+            "verification.spec.machine.Machine",
+        }
+    )
+    seconds = 8.0
+
+    def drawn(self, seed: int) -> tuple[Drawn, ...]:
+        """The programs of a seed, drawn once in a process."""
+        return _drawn(seed)
+
+    def prepare(self, seed: int) -> None:
+        """Draws the programs of a seed and has the specification run them; kept for later runs of this process."""
+        self.drawn(seed)
+
+    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
+        """Programs until one differs."""
+        for number, (config, program, expected, size) in enumerate(self.drawn(seed)):
+            if left(deadline) == 0:
+                raise TimeoutError(f"{number} programs were run")
+            got = product.native.run_lockstep(config.pack().tobytes(), program, size)
+            if got != expected:
+                return self._difference(config, number, _words(expected), _words(got))
+        return None
+
+    def _difference(self, config: EngineConfig, number: int, expected: list[int], got: list[int]) -> Finding:
+        pairs = list(zip_longest(records(expected), records(got), fillvalue=list[int]()))
+        call = next(i for i, (mine, its) in enumerate(pairs) if mine != its)
+        ours, theirs = pairs[call]
+        named, other = describe(config, ours), describe(config, theirs)
+        name, x, y = next(
+            (n if n == m else f"{n} / {m}", a, b)
+            for (n, a), (m, b) in zip_longest(named, other, fillvalue=("end", 0))
+            if (n, a) != (m, b)
+        )
+        witness = f"program {number}, call {call} ({CALLS[ours[0]] if ours else 'none'}): {name} is {y}, not {x}"
+        clause, more = _clause(named, other, name)
+        return found(self, clause, f"{witness}{more}")
+
+
+def _clause(ours: Named, theirs: Named, name: str) -> tuple[str, str]:
+    """What the first difference is called, and words for it: by the log, else by events, else by the observable."""
+    logs = _log(ours), _log(theirs)
+    told = [[entry for entry in log if entry[1] != LogKind.CLOCK] for log in logs]  # says nothing beside others
+    logs = (told[0], told[1]) if told[0] != told[1] else logs
+    at = next((i for i, (e, g) in enumerate(zip_longest(*logs)) if e != g), None)
+    if at is not None:
+        said, wrote = _name(logs[0], at), _name(logs[1], at)
+        ends = [_end(log, at) for log in logs]
+        if ends[0] is not None and ends[0] == ends[1]:  # one end, told of alike: what it gives back differs
+            said, wrote = (LogKind(log[at][1]).name for log in logs)
+            said, wrote = sorted((said, wrote), key=lambda kind: kind not in ("PAGE_FREE", "PAGE_UNSHARE"))[:1] * 2
+        clause = f"log {said or wrote}" if said == wrote or not (said and wrote) else f"log {said}, not {wrote}"
+        return clause, f"; the log has {wrote or 'nothing'}, not {said or 'nothing'}, at entry {at}"
+    events = _events(ours), _events(theirs)
+    pair = next(((e, g) for e, g in zip_longest(*events) if e != g), None)
+    if pair is not None:
+        return _event_name(*pair), f"; events {pair[1]}, not {pair[0]}"
+    return next((f"observable {part}" for part, _ in OBSERVABLES if part in name), OTHER), ""
+
+
+def _end(log: Log, at: int) -> tuple[int, ...] | None:
+    """The end or preemption that the entry at `at` belongs to: kind, ring, slot, generation."""
+    behind = next((entry for entry in log[at:] if entry[1] not in _BEFORE), None)
+    return None if behind is None or behind[1] not in _ENDS else behind[1:5]
+
+
+def _events(named: Named) -> list[tuple[int, ...]]:
+    """Events of a record: kind, reason, and the rest."""
+    out: list[list[int]] = []
+    for name, value in named:
+        if ".event[" in name:
+            if name.endswith(".seq"):
+                out.append([])
+            out[-1].append(value)
+    return [(*event[2:4], *event[:2], *event[4:]) for event in out if len(event) > 4]
+
+
+def _event_name(said: tuple[int, ...] | None, wrote: tuple[int, ...] | None) -> str:
+    if said and wrote and (*said[:2], *said[3:]) == (*wrote[:2], *wrote[3:]):
+        return "event sequence"
+    one = said or wrote or ()
+    kind = EventKind(one[0]) if one[0] in set(EventKind) else EventKind.ERROR
+    if kind == EventKind.ERROR and one[1] in set(ErrorReason):
+        return f"event ERROR {ErrorReason(one[1]).name}"
+    return f"event {kind.name}"
+
+
+def _log(named: Named) -> Log:
+    """Log entries of a record: step, kind, ring, slot, generation, a, b, c."""
+    at = next((i for i, (name, _) in enumerate(named) if name == "len(log)"), len(named))
+    values = [value for _, value in named[at + 1 :]]
+    return [tuple(values[i : i + 8]) for i in range(0, len(values) - 7, 8)]
+
+
+def _name(log: Log, at: int) -> str:
+    """What the entry at `at` is called in `clauses`, or what it belongs to: its kind, or the reason in `REFUSALS`."""
+    entry = next((entry for entry in log[at:] if entry[1] not in _BEFORE), log[at] if at < len(log) else None)
+    if entry is None:
+        return ""
+    kind, reason = entry[1], entry[5]
+    if kind in (LogKind.REJECT, LogKind.ERROR) and reason in REFUSALS:
+        return f"refused {ErrorReason(reason).name}"
+    return LogKind(kind).name
+
+
+class GroupLockStep(LockStep):
+    """The same with a group of threads, which take a steady boundary together; slow, so for what groups do only."""
+
+    name = "lock-step-group"
+    seconds = 60.0
+
+    def applies(self, mutant: Mutant) -> bool:
+        """Whether only a group of threads runs what it changes."""
+        return mutant.file.endswith(GROUP_FILES)
+
+    def drawn(self, seed: int) -> tuple[Drawn, ...]:
+        return _grouped(seed)
+
+
+CHECKERS = (LockStep(), GroupLockStep())

@@ -1,0 +1,132 @@
+"""Checkers over drawn programs on the scheduler stepped by hand (`verification.scheduler`), one group of checks each.
+
+All run the same programs on their own harness; each has only its own functions decide, and follows what the others
+would check. What they do not use: the specification, and each other's functions.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from functools import lru_cache
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from verification.mutants.checkers.base import Finding, Product, found, left
+from verification.scheduler.programs import Program, programs, run
+
+PROGRAMS = 60  # of one seed
+SETTLED_WITHIN = 400  # steps
+_S = "verification.scheduler"
+_NEVER_ENDED = "settle"  # objects that requests live on: `PROGRESS` judges that
+
+
+@lru_cache(maxsize=64)
+def _drawn(seed: int) -> tuple[Program, ...]:
+    out: list[Program] = []
+
+    @seeded(seed)
+    @settings(
+        max_examples=PROGRAMS,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def collect(program: Program) -> None:
+        out.append(program)
+
+    collect()
+    return tuple(out)
+
+
+class Stepped:
+    """One group of checks. functions: dotted name -> classes; a clause is the function that objected."""
+
+    where = frozenset({"native"})
+    seconds = 15.0
+
+    def __init__(self, name: str, checks: str, functions: Mapping[str, str]) -> None:
+        self.name, self._checks = name, frozenset({checks})
+        self.functions = frozenset(functions)
+        self._by_code = {dotted.rsplit(".", 1)[1]: dotted for dotted in functions}
+        self.clauses: Mapping[str, frozenset[str]] = {name: frozenset(classes) for name, classes in functions.items()}
+
+    def prepare(self, seed: int) -> None:
+        """Draws the programs of a seed; kept for later runs of this process."""
+        _drawn(seed)
+
+    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
+        """Programs until one of the group's functions objects."""
+        for number, program in enumerate(_drawn(seed)):
+            if left(deadline) == 0:
+                raise TimeoutError(f"{number} of {PROGRAMS} programs were run")
+            try:
+                run(program, native=product.native, checks=self._checks, limit=SETTLED_WITHIN)
+            except AssertionError as error:
+                frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+                clause = next((self._by_code[name] for name in reversed(frames) if name in self._by_code), None)
+                if clause is not None:
+                    return found(self, clause, f"program {number}: {error}")
+                if _NEVER_ENDED not in frames:
+                    raise
+        return None
+
+
+MEMORY = Stepped(
+    "raw-memory",
+    "memory",
+    {
+        f"{_S}.invariants.check_pages": "K",
+        f"{_S}.invariants.check_lists": "KQS",
+        f"{_S}.invariants.check_requests": "BKSX",
+        f"{_S}.invariants.check_fifo": "Q",
+        f"{_S}.invariants.check_credits": "R",
+        f"{_S}.invariants.check_deficits": "Q",
+        f"{_S}.invariants.check_idle": "K",
+    },
+)
+PROGRESS = Stepped(
+    "progress",
+    "progress",
+    {f"{_S}.invariants.check_progress": "GQS", f"{_S}.harness.Harness.settle": "DQSVX"},
+)
+CACHE = Stepped(
+    "cache-recount",
+    "cache",
+    {
+        f"{_S}.cache_invariants.check_tree": "P",
+        f"{_S}.cache_invariants.check_buckets": "P",
+        f"{_S}.cache_invariants.check_lru": "P",
+        f"{_S}.cache_invariants.check_holders": "P",
+        f"{_S}.cache_invariants.check_cache": "P",
+    },
+)
+LOG = Stepped("log-inputs", "log", {f"{_S}.log_inputs.check": "DRV", f"{_S}.log_inputs.check_clock": "VX"})
+LEDGER = Stepped(
+    "client-ledger",
+    "ledger",
+    {
+        f"{_S}.harness.Harness.check_event": "BDRS",
+        f"{_S}.harness.Harness.check_alternatives": "R",
+        f"{_S}.harness.Harness.check_end": "BDRSX",
+        f"{_S}.harness.Harness.check_ends": "R",
+        f"{_S}.harness.Harness.check_queue": "DR",
+        f"{_S}.harness.Harness.check_call": "VX",
+    },
+)
+PLAN = Stepped(
+    "plan-and-kv",
+    "plan",
+    {
+        f"{_S}.scripted_model.check_plan": "GS",
+        f"{_S}.scripted_model.check_sampling": "SV",
+        f"{_S}.scripted_model.TaggedPool.check": "KPS",
+        f"{_S}.scripted_model.sample": "DS",
+        f"{_S}.scripted_model.run": "GK",
+    },
+)
+
+CHECKERS = (MEMORY, PROGRESS, CACHE, LOG, LEDGER, PLAN)

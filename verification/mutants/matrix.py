@@ -1,0 +1,337 @@
+"""The kill matrix: every mutant against every checker that can name its class, over fresh seeds (design section 9).
+
+A cell is a kill if at least 9 of 10 seeds end with a finding that names the mutant's class. A crash and a timeout are
+none. A cell ends early when it can no longer be a kill. The control column runs the product as it is with the same
+seeds: it must find nothing. One file a mutant, which a later run takes over while nothing it depends on has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import verification
+from verification.mutants import hook, native, weave
+from verification.mutants.checkers import every
+from verification.mutants.checkers.base import Checker, classes_of, independent
+from verification.mutants.model import PRODUCT, Mutant, RegistryError
+from verification.mutants.session import Session, WorkerLost
+from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
+
+SEEDS = 10
+KILLED_SHARE = 0.9
+EQUIVALENT = Path(__file__).parent / "equivalent.yaml"
+CONTROL = "control"
+
+
+@dataclass(slots=True)
+class Cell:
+    """One mutant against one checker. hits: seeds with a finding that names the class; run: seeds that were run."""
+
+    checker: str
+    seeds: int
+    run: int = 0
+    hits: int = 0
+    words: dict[str, int] = field(default_factory=dict)  # found, nothing, crash, timeout
+    misnamed: int = 0  # findings that name other classes only
+    clause: str = ""
+    witness: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        return self.run > 0 and self.hits >= needed(self.seeds)
+
+    @property
+    def decided(self) -> bool:
+        """Whether the seeds that are left can change nothing."""
+        return self.run == self.seeds or self.run - self.hits > self.seeds - needed(self.seeds)
+
+    def add(self, outcome: Outcome, cls: str) -> None:
+        self.run += 1
+        self.seconds += outcome.seconds
+        self.words[outcome.word] = self.words.get(outcome.word, 0) + 1
+        names = outcome.word == FOUND and cls in outcome.classes
+        self.hits += names
+        self.misnamed += outcome.word == FOUND and not names
+        if names or not self.clause:
+            self.clause, self.witness = outcome.clause, outcome.witness
+
+    def __str__(self) -> str:
+        return f"{self.hits}/{self.run}{' killed' if self.killed else ''}"
+
+
+@dataclass(slots=True)
+class Row:
+    """One mutant and its cells; cls "" for the control."""
+
+    mutant: str
+    cls: str
+    where: str
+    digest: str
+    cells: dict[str, Cell]
+
+    @property
+    def killers(self) -> list[str]:
+        return [name for name, cell in self.cells.items() if cell.killed]
+
+    def to_json(self) -> dict[str, Any]:
+        cells = {
+            name: {key: getattr(cell, key) for key in Cell.__slots__} | {"killed": cell.killed}
+            for name, cell in self.cells.items()
+        }
+        return {"mutant": self.mutant, "class": self.cls, "where": self.where, "digest": self.digest, "cells": cells}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Row:
+        cells = {
+            name: Cell(**{key: value for key, value in cell.items() if key != "killed"})
+            for name, cell in told["cells"].items()
+        }
+        return cls(told["mutant"], told["class"], told["where"], told["digest"], cells)
+
+
+def needed(seeds: int) -> int:
+    """Hits that make a kill of so many seeds: 9 of 10, all of fewer."""
+    return max(1, int(KILLED_SHARE * seeds)) if seeds >= SEEDS else seeds
+
+
+def seeds_of(root: int, count: int) -> list[int]:
+    """Seeds that a root gives, the same for every mutant and the control."""
+    rng = random.Random(f"mutants/{root}")
+    return [rng.randrange(1 << 32) for _ in range(count)]
+
+
+def able(mutant: Mutant, checkers: Sequence[Checker]) -> list[Checker]:
+    """Checkers that notice such mutants and can name this one's class."""
+    chosen = [one for one in checkers if mutant.where in one.where and mutant.cls in classes_of(one)]
+    return [one for one in chosen if getattr(one, "applies", lambda mutant: True)(mutant)]
+
+
+def sources_digest() -> str:
+    """Of the product's and the suite's sources: what a result depends on besides mutant and seeds."""
+    total = hashlib.sha256()
+    packages = (PRODUCT / "blink_core", Path(str(verification.__file__)).parent, PRODUCT / "hil_rigs")
+    for folder in packages:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".hpp", ".cpp", ".cu", ".yaml") and "registry" not in path.parts:
+                total.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()
+
+
+class Matrix:
+    """Runs rows and keeps them in `folder`. say: gets a line for each row."""
+
+    def __init__(
+        self,
+        folder: Path,
+        seeds: Sequence[int],
+        *,
+        checkers: Sequence[str] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.folder, self.seeds, self._say = folder, list(seeds), say
+        self._chosen = None if checkers is None else frozenset(checkers)
+        self._sources = sources_digest()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def checkers(self, where: str) -> list[Checker]:
+        return [one for one in every(where) if self._chosen is None or one.name in self._chosen]
+
+    def rows(self, mutants: Sequence[Mutant]) -> list[Row]:
+        """Rows of these mutants and of the controls that they need. Raises RegistryError, BuildFailed or WorkerLost."""
+        out: list[Row] = []
+        natives = [m for m in mutants if m.where == "native"]
+        if natives:
+            out += self._native_rows(natives)
+        for mutant in (m for m in mutants if m.where == "python"):
+            out.append(self._python_row(mutant))
+        if any(row.where == "python" for row in out):
+            out.append(self._control("python", [m for m in mutants if m.where == "python"], None))
+        return out
+
+    def _native_rows(self, mutants: Sequence[Mutant]) -> list[Row]:
+        woven = weave.build()
+        names = sorted({one.name for m in mutants for one in able(m, self.checkers("native"))})
+        out = []
+        with _lazily(lambda: _prepared(native.environment(woven.path, 0), names, self.seeds)) as session:
+            out.append(self._control("native", mutants, session))
+            for mutant in mutants:
+                identity = woven.identities[mutant.name]
+                out.append(self._row(mutant, able(mutant, self.checkers("native")), session, identity))
+        return out
+
+    def _python_row(self, mutant: Mutant) -> Row:
+        with (
+            tempfile.TemporaryDirectory(prefix="blink-mutant-") as folder,
+            _lazily(lambda: Session(hook.environment(mutant, Path(folder)))) as session,
+        ):
+            return self._row(mutant, able(mutant, self.checkers("python")), session, 0)
+
+    def _control(self, where: str, mutants: Sequence[Mutant], session: _Lazy | None) -> Row:
+        names = sorted({one.name for m in mutants for one in able(m, self.checkers(where))})
+        known = self._known(f"{CONTROL}-{where}", "".join(names))
+        if known is not None:
+            return known
+        row = Row(f"{CONTROL}-{where}", "", where, self._digest("".join(names)), {})
+        with _lazily(lambda: Session(hook.environment(None, self.folder))) as own:
+            for name in names:
+                row.cells[name] = Cell(name, len(self.seeds))
+                for seed in self.seeds:
+                    row.cells[name].add((session or own).get().run(Job(name, seed)), "")
+        return self._keep(row)
+
+    def _row(self, mutant: Mutant, checkers: Sequence[Checker], session: _Lazy, identity: int) -> Row:
+        key = mutant.model_dump_json() + "".join(one.name for one in checkers)
+        known = self._known(mutant.name, key)
+        if known is not None:
+            return known
+        row = Row(mutant.name, mutant.cls, mutant.where, self._digest(key), {})
+        for checker in checkers:
+            cell = row.cells[checker.name] = Cell(checker.name, len(self.seeds))
+            for seed in self.seeds:
+                if cell.decided:
+                    break
+                cell.add(session.get().run(Job(checker.name, seed, mutant.name, identity)), mutant.cls)
+        return self._keep(row)
+
+    def _digest(self, key: str) -> str:
+        return hashlib.sha256(f"{self._sources}{key}{self.seeds}".encode()).hexdigest()
+
+    def _known(self, name: str, key: str) -> Row | None:
+        path = self.folder / f"{name}.json"
+        try:
+            row = Row.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return row if row.digest == self._digest(key) else None
+
+    def _keep(self, row: Row) -> Row:
+        path = self.folder / f"{row.mutant}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(row.to_json(), indent=1), encoding="utf-8")
+        part.replace(path)
+        cells = ", ".join(f"{name} {cell}" for name, cell in row.cells.items())
+        self._say(f"{row.cls or '-'} {row.mutant}: {cells or 'no checker can name its class'}")
+        return row
+
+
+class _Lazy:
+    """A session that is started when it is first asked for, so that rows taken over start nothing."""
+
+    def __init__(self, start: Callable[[], Session]) -> None:
+        self._start = start
+        self._session: Session | None = None
+
+    def get(self) -> Session:
+        if self._session is None:
+            self._session = self._start()
+        return self._session
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+@contextmanager
+def _lazily(start: Callable[[], Session]) -> Iterator[_Lazy]:
+    lazy = _Lazy(start)
+    try:
+        yield lazy
+    finally:
+        lazy.close()
+
+
+def _prepared(environ: dict[str, str], checkers: Sequence[str], seeds: Sequence[int]) -> Session:
+    session = Session(environ)
+    try:
+        session.prepare(checkers, seeds)
+    except WorkerLost:
+        session.close()
+        raise
+    return session
+
+
+def equivalents(path: Path = EQUIVALENT) -> dict[str, str]:
+    """Mutants that change nothing anybody can see, by name, with the argument for it. Raises RegistryError."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        out = {entry["name"]: entry["argument"].strip() for entry in raw}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        raise RegistryError(f"{path}: {error}") from error
+    empty = sorted(name for name, argument in out.items() if len(argument) < 20)
+    if empty:
+        raise RegistryError(f"{path}: without an argument: {', '.join(empty)}")
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a matrix says. problems: one line each; empty if it holds."""
+
+    killed: int
+    total: int
+    equivalent: int
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        word = "failed" if self.problems else "passed"
+        return f"mutants {word}: {self.killed} of {self.total} killed, {self.equivalent} argued equivalent"
+
+
+def judge(rows: Sequence[Row], *, whole: Sequence[str] = (), excused: dict[str, str] | None = None) -> Verdict:
+    """Controls find nothing; every mutant is killed or argued equivalent; two independent checkers kill in each class.
+
+    whole: classes that were run whole, of which the last is asked. excused: as `equivalents` gives them.
+    """
+    excused = excused or {}
+    problems: list[str] = []
+    mutants = [row for row in rows if row.cls]
+    for row in rows:
+        if not row.cls:
+            for name, cell in row.cells.items():
+                if cell.words != {NOTHING: cell.run}:
+                    words = ", ".join(f"{n} {word}" for word, n in sorted(cell.words.items()))
+                    problems.append(f"{row.mutant}: {name}: {words} without any mutant: {cell.clause} {cell.witness}")
+        elif not row.killers and row.mutant not in excused:
+            tried = ", ".join(f"{name} {cell}" for name, cell in row.cells.items()) or "no checker"
+            problems.append(f"{row.mutant} (class {row.cls}) survives: {tried}")
+    for cls in whole:
+        if not has_independent_killers([row for row in mutants if row.cls == cls]):
+            problems.append(f"class {cls}: no two checkers that share no check function have kills in it")
+    counted = [row for row in mutants if row.mutant not in excused]
+    return Verdict(
+        sum(bool(row.killers) for row in counted), len(counted), len(mutants) - len(counted), tuple(problems)
+    )
+
+
+def has_independent_killers(rows: Sequence[Row]) -> bool:
+    """Whether two checkers that share no function have each killed one of these mutants at least."""
+    names = {name for row in rows for name in row.killers}
+    checkers = [one for one in every() if one.name in names]
+    return any(independent(a, b) for a, b in combinations(checkers, 2))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The matrix as text: a line a mutant; `hits/run`, `*` a kill, `-` a checker that cannot name the class."""
+    names = sorted({name for row in rows for name in row.cells})
+    width = max((len(row.mutant) for row in rows), default=6)
+    lines = [f"{'':{width}} class " + " ".join(f"{name:>14}" for name in names)]
+    for row in sorted(rows, key=lambda row: (row.cls, row.mutant)):
+        cells = (row.cells.get(name) for name in names)
+        marks = " ".join(f"{'-' if c is None else f'{c.hits}/{c.run}' + '*' * c.killed:>14}" for c in cells)
+        lines.append(f"{row.mutant:{width}} {row.cls:5} {marks}")
+    return "\n".join(lines)
+
+
+__all__ = ["CRASH", "TIMEOUT", "Cell", "Matrix", "Row", "Verdict", "equivalents", "judge", "seeds_of", "table"]
