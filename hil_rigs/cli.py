@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hil_rigs.capabilities import CAPABILITIES
@@ -95,7 +96,7 @@ def _print_report(report: ProbeReport) -> None:
     table = Table("capability", "state", "detail", "what it is")
     for finding in report.capabilities:
         state = "[green]available[/green]" if finding.available else "[red]missing[/red]"
-        table.add_row(finding.name, state, finding.detail, CAPABILITIES[finding.name])
+        table.add_row(finding.name, state, escape(finding.detail), CAPABILITIES[finding.name])
     console.print(table)
     table = Table("property", "can run", "needs", "missing")
     for item in report.properties:

@@ -55,6 +55,8 @@ class EngineSettings(_Strict):
     """Microseconds without a sign of life after which a front end's requests end; 0: never."""
     masks: Annotated[int, Field(ge=0, le=4096, strict=True)] = 0
     """Grammar-mask mailboxes of a ring: masked requests that may live at once."""
+    kv_sanitizer: Annotated[bool, Field(strict=True)] = False
+    """Check owner, place and tokens of every KV row that attention reads; slower (docs/kv_sanitizer.md)."""
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -77,7 +79,7 @@ class RigDescription(_Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
     """Name of the rig: lower case letters, digits and hyphens, a letter first; at most 32."""
-    kind: Literal["local"]
+    kind: Literal["local", "gpu"]
     """What launches it, and whose required set judges it."""
     summary: Annotated[str, Field(min_length=1, max_length=200)]
     """What it is, in a line, for `blink rig list`."""

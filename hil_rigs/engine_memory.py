@@ -138,6 +138,11 @@ class EngineMemory:
         """Entries that the event log has had so far. On a running engine the newest may still be being written."""
         return int(self._views["header"]["log_tail"][0])
 
+    def ring_states(self) -> Array:
+        """Copy of the scheduler's record of each ring: RingState[rings]."""
+        rings: Array = self._views["rings"].copy()
+        return rings
+
     def log_entries(self, first: int, last: int) -> Array:
         """Copies the entries `first` to `last - 1` of the log: LogEntry[n], as they lie now (see `log_tail`)."""
         entries: Array = self._entries[np.arange(first, last) & (self.config.log_entries - 1)]
@@ -192,13 +197,20 @@ class EngineMemory:
         """First `count` known tokens of a request: int32[count]."""
         return self._views["tokens"].reshape(-1, self.config.max_len)[request, :count].copy()
 
-    def kv_rows(self, pages: Array, count: int) -> tuple[Array, Array]:
-        """K and V of the first `count` positions of a block table: float32 [layers, count, kv_heads, head_dim] each."""
+    def poisoned_pages(self) -> Array:
+        """By page, whether its keys and values of all layers are NaN throughout: bool [pages]."""
+        return np.asarray(np.isnan(self._pool()).all(axis=(0, 1, 3, 4, 5)))
+
+    def _pool(self) -> Array:
+        """float32 [2, layers, pages, page_size, kv_heads, head_dim], as it lies."""
         shape = self.descriptor.model.kv_shape
         if self._kv is None or shape is None:
             raise EngineUnreachable("this engine runs without a model: it has no KV pool")
-        pool = np.frombuffer(self._kv.buffer, np.float32, int(np.prod(shape))).reshape(shape)
-        size = self.config.page_size
+        return np.frombuffer(self._kv.buffer, np.float32, int(np.prod(shape))).reshape(shape)
+
+    def kv_rows(self, pages: Array, count: int) -> tuple[Array, Array]:
+        """K and V of the first `count` positions of a block table: float32 [layers, count, kv_heads, head_dim] each."""
+        pool, size = self._pool(), self.config.page_size
         used = pages[: -(-count // size)].astype(np.int64)
-        both = pool[:, :, used].reshape(2, shape[1], -1, *shape[4:])[:, :, :count]
+        both = pool[:, :, used].reshape(2, pool.shape[1], -1, *pool.shape[4:])[:, :, :count]
         return both[0].copy(), both[1].copy()

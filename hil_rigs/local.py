@@ -48,6 +48,8 @@ class LocalOptions:
 
     batch_invariant: bool = False
     capture: bool = False
+    kv_sanitizer: bool = False  # also on if the description says so
+    engine_command: tuple[str, ...] = ()  # in place of the description's, if there is any
     verbosity: str = "info"
     heartbeat_limit_s: float = HEARTBEAT_LIMIT_S  # after which the front end takes the engine for lost
     threads: int = 0  # BLAS threads of the engine; 0: half the cores, for BLAS threads spin and starve the others
@@ -89,6 +91,7 @@ class LocalRig:
         self._memory: EngineMemory | None = None
         self._base_url: str | None = None
         self._drawn_port: int | None = None
+        self.on_stop: Callable[[], None] = lambda: None  # called before processes are stopped: their memory goes
 
     # ---- what a running rig offers
 
@@ -208,7 +211,8 @@ class LocalRig:
             "lease_us": engine.lease_us,
             "masks": engine.masks,
         } | options.engine
-        command = [*(self.description.engine_command or ENGINE_MODULE), "--run-dir", str(self.run_dir)]
+        program = options.engine_command or self.description.engine_command or ENGINE_MODULE
+        command = [*program, "--run-dir", str(self.run_dir)]
         command += ["--segment", f"blink-{self.name}", "--name", self.model_name, "--verbosity", options.verbosity]
         for name, value in sizes.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
@@ -216,6 +220,7 @@ class LocalRig:
             command += ["--model", str(self.model)]
         command += ["--exit-with-parent", str(os.getpid())]
         command += ["--batch-invariant"] * options.batch_invariant + ["--capture"] * options.capture
+        command += ["--kv-sanitizer"] * (self.model is not None and (options.kv_sanitizer or engine.kv_sanitizer))
         return command
 
     def _frontend_command(self) -> list[str]:
@@ -288,6 +293,8 @@ class LocalRig:
 
     def stop(self) -> None:
         """Stops front end, then engine; kills what does not end in time. Idempotent."""
+        if self._descriptor is not None:
+            self.on_stop()
         for name in ("frontend", "engine"):
             process = self._processes.pop(name, None)
             if process is None:

@@ -76,6 +76,19 @@ def probe_cpu(minimum: int = MEMORY_MINIMUM_BYTES, module: str = "blink_core._na
     return True, f"{built}; {available / MIB:.0f} MiB of memory available"
 
 
+def probe_gpu() -> tuple[bool, str]:
+    """Whether there is a GPU that the engine can use, with what `hil_rigs.gpu.machine` reads of it."""
+    missing = _not_importable("cupy", "nvmath", "cuda.bindings")
+    if missing:
+        return False, f"not installed: {', '.join(missing)}; install with `pip install '.[gpu]'`"
+    from hil_rigs.gpu.machine import GpuUnusable, gpu_facts
+
+    try:
+        return True, ", ".join(f"{name} {value}" for name, value in gpu_facts().items())
+    except GpuUnusable as error:
+        return False, str(error)
+
+
 def probe_shared_memory(path: str = "/dev/shm", minimum: int = SHM_MINIMUM_BYTES) -> tuple[bool, str]:
     """Whether `path` is writable and has at least `minimum` bytes free."""
     try:
@@ -112,11 +125,19 @@ def probe_oracle() -> tuple[bool, str]:
 
 
 def _not_importable(*names: str) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    def there(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # of a package that is not there itself
+            return False
+
+    return [name for name in names if not there(name)]
 
 
 PROBES: Mapping[str, Probe] = {
     "cpu": probe_cpu,
+    "gpu": probe_gpu,
+    "kv-sanitizer": probe_cpu,
     "shared-memory": probe_shared_memory,
     "http": probe_http,
     "oracle": probe_oracle,

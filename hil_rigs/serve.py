@@ -16,7 +16,7 @@ import typer
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.description import RigError, load_rig
-from hil_rigs.local import LocalRig, RigFailure, StartCancelled
+from hil_rigs.local import LocalOptions, LocalRig, RigFailure, StartCancelled
 
 EXIT_ENGINE_DIED = 1
 EXIT_UNUSABLE = 2
@@ -28,6 +28,9 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     rig: Annotated[str, typer.Option("--rig", help="A rig's name or a description's path.")] = "local",
+    kv_sanitizer: Annotated[
+        bool, typer.Option("--kv-sanitizer", help="Check the owner of every KV row that is read; slower.")
+    ] = False,
 ) -> None:
     """Serve MODEL with an OpenAI-style API. Ctrl-C stops; exit 1 if the engine died, 2 if it could not start.
 
@@ -40,7 +43,8 @@ def serve(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_UNUSABLE) from error
     with stop_signals() as stopped:
-        server = LocalRig(description, path, host=host, port=port)
+        options = LocalOptions(kv_sanitizer=kv_sanitizer)
+        server = LocalRig(description, path, host=host, port=port, options=options)
         typer.echo(f"starting {path.name} on rig {description.name} ...", err=True)
         try:
             server.start(cancelled=stopped.is_set)

@@ -505,7 +505,8 @@ struct alignas(8) StateHeader {
   int32_t lru_tail;  // most recently used one or -1
   uint32_t idle_cached;  // cached pages without refs
   uint32_t next_ring[4];  // ring whose turn it is in each class
-  uint8_t reserved_[72];
+  uint32_t clock_due;  // call whose CLOCK entry is to be logged before its first: 1 poll, 2 boundary; 0: none
+  uint8_t reserved_[68];
 };
 static_assert(sizeof(StateHeader) == 256);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -537,6 +538,7 @@ static_assert(__builtin_offsetof(StateHeader, lru_head) == 156);
 static_assert(__builtin_offsetof(StateHeader, lru_tail) == 160);
 static_assert(__builtin_offsetof(StateHeader, idle_cached) == 164);
 static_assert(__builtin_offsetof(StateHeader, next_ring) == 168);
+static_assert(__builtin_offsetof(StateHeader, clock_due) == 184);
 #endif
 
 // One event-log entry.
@@ -594,7 +596,8 @@ struct alignas(8) PlanRow {
   uint32_t slot;
   uint32_t n_pages;  // valid block-table entries
   uint32_t row;  // row of State.block_tables, unchanged while the step runs
-  uint8_t reserved_[16];
+  uint64_t serial;  // the request's arrival: no other has it, while generations begin anew with an epoch
+  uint8_t reserved_[8];
 };
 static_assert(sizeof(PlanRow) == 64);
 #if !defined(__CUDACC_RTC__)  // NVRTC has no offsetof; the host build checks the same text
@@ -610,6 +613,7 @@ static_assert(__builtin_offsetof(PlanRow, ring) == 32);
 static_assert(__builtin_offsetof(PlanRow, slot) == 36);
 static_assert(__builtin_offsetof(PlanRow, n_pages) == 40);
 static_assert(__builtin_offsetof(PlanRow, row) == 44);
+static_assert(__builtin_offsetof(PlanRow, serial) == 48);
 #endif
 
 // Written by the model step, one per plan row (rows that do not sample are ignored).

@@ -7,12 +7,6 @@
 
 namespace blink {
 
-#if defined(BLINK_MUTANT_RELAXED_PUBLISH)
-inline constexpr auto PUBLISH = cuda::std::memory_order_relaxed;  // planted for a test: ThreadSanitizer must notice
-#else
-inline constexpr auto PUBLISH = cuda::std::memory_order_release;
-#endif
-
 BLINK_FN uint64_t load_acquire(const uint64_t* word) {
   cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*const_cast<uint64_t*>(word));
   return ref.load(cuda::std::memory_order_acquire);
@@ -20,7 +14,18 @@ BLINK_FN uint64_t load_acquire(const uint64_t* word) {
 
 BLINK_FN void store_release(uint64_t* word, uint64_t value) {
   cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*word);
-  ref.store(value, PUBLISH);
+  ref.store(value, cuda::std::memory_order_release);
+}
+
+// Words that order nothing: counters for readers, and flags that are looked at again.
+BLINK_FN uint64_t load_relaxed(const uint64_t* word) {
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*const_cast<uint64_t*>(word));
+  return ref.load(cuda::std::memory_order_relaxed);
+}
+
+BLINK_FN void store_relaxed(uint64_t* word, uint64_t value) {
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_system> ref(*word);
+  ref.store(value, cuda::std::memory_order_relaxed);
 }
 
 }  // namespace blink

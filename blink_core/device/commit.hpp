@@ -25,9 +25,6 @@ BLINK_FN void commit_token(const Context& c, uint32_t request, int32_t token, fl
   }
   emit(c, ring, slot, q.generation, EventKind::TOKEN, 0, q.emitted, token, logprob);
   log_event(c, LogLevel::ALL, LogKind::TOKEN, ring, slot, q.generation, q.emitted, uint32_t(token), 0);
-  if (BLINK_MUTANT(TOKEN_TWICE) && c.head->tokens % 13 == 12 && q.emitted + 1 < q.max_tokens) {
-    emit(c, ring, slot, q.generation, EventKind::TOKEN, 0, q.emitted, token, logprob);
-  }
   ++q.emitted;
   ++c.head->tokens;
   const bool ignore_eos = (s.flags & uint32_t(SlotFlag::IGNORE_EOS)) != 0;

@@ -130,13 +130,15 @@ BLINK_FN void append_log(const Context& c, LogKind kind, uint32_t ring, uint32_t
   ++c.head->log_tail;
 }
 
-// At level ALL the clock is an input like any other: each entry follows the reading under which it was made.
-BLINK_FN void append_at_clock(const Context& c, LogKind kind, uint32_t ring, uint32_t slot, uint32_t generation,
-                              uint32_t a, uint32_t b, uint32_t d) {
-  if (c.config->log_level >= uint32_t(LogLevel::ALL) && c.head->logged_clock != c.head->clock) {
-    c.head->logged_clock = c.head->clock;
-    append_log(c, LogKind::CLOCK, 0, 0, 0, uint32_t(c.head->clock), uint32_t(c.head->clock >> 32),
+// At level ALL the first entry of each call follows one that says which call it is, its clock, and how many boundaries
+// there have been: with it a reader knows every call that wrote, and how many boundaries wrote nothing.
+BLINK_FN void append_in_call(const Context& c, LogKind kind, uint32_t ring, uint32_t slot, uint32_t generation,
+                             uint32_t a, uint32_t b, uint32_t d) {
+  if (c.config->log_level >= uint32_t(LogLevel::ALL) && c.head->clock_due != 0) {
+    append_log(c, LogKind::CLOCK, 0, c.head->clock_due - 1, 0, uint32_t(c.head->clock), uint32_t(c.head->clock >> 32),
                uint32_t(c.head->boundaries));
+    c.head->clock_due = 0;
+    c.head->logged_clock = c.head->clock;
   }
   append_log(c, kind, ring, slot, generation, a, b, d);
 }
@@ -144,12 +146,19 @@ BLINK_FN void append_at_clock(const Context& c, LogKind kind, uint32_t ring, uin
 // Appends to the event log; the index never waits, so a reader that falls behind sees a counted gap.
 BLINK_FN void log_event(const Context& c, LogLevel level, LogKind kind, uint32_t ring, uint32_t slot,
                         uint32_t generation, uint32_t a, uint32_t b, uint32_t d) {
-  if (c.config->log_level >= uint32_t(level)) append_at_clock(c, kind, ring, slot, generation, a, b, d);
+  if (c.config->log_level >= uint32_t(level)) append_in_call(c, kind, ring, slot, generation, a, b, d);
 }
 
 // Rank 0: the time of this call in microseconds. A clock that goes back is held still.
 BLINK_FN void set_clock(const Context& c, uint64_t now) {
   if (now > c.head->clock) c.head->clock = now;
+}
+
+// Rank 0: a poll or a boundary begins at `now`.
+BLINK_FN void begin_call(const Context& c, bool boundary, uint64_t now) {
+  set_clock(c, now);
+  c.head->boundaries += boundary;
+  c.head->clock_due = boundary ? 2 : 1;
 }
 
 }  // namespace blink

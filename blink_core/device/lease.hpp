@@ -7,11 +7,10 @@ namespace blink {
 
 // A lease is renewed when its word changes. One that has not for Config.lease_us belongs to a dead front end: its
 // requests end, and their pages are free. A front end that was only frozen finds them ended and goes on.
-BLINK_FN void watch_lease(const Context& c, uint32_t ring) {
+BLINK_FN void watch_lease(const Context& c, uint32_t ring, uint64_t lease) {
   if (c.config->lease_us == 0) return;
   RingState& rs = c.rings[ring];
   GpuLine* gpu = c.ring(ring).gpu;
-  const uint64_t lease = load_acquire(&c.ring(ring).front_end->lease);
   if (lease != rs.lease) {
     rs.lease = lease;
     rs.lease_at = c.head->clock;

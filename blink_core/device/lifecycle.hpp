@@ -7,11 +7,12 @@
 
 namespace blink {
 
-BLINK_FN void emit(const Context& c, uint32_t ring, uint32_t slot, uint32_t generation, EventKind kind, uint32_t reason,
-                   uint32_t index, int32_t token, float logprob) {
-  RingState& rs = c.rings[ring];
-  Event& e = c.ring(ring).cq[rs.cq_tail & (c.config->cq_entries - 1)];
-  e.seq = rs.cq_tail + 1;
+// Puts event number `at` of a ring in its place; `step`: the one that made it.
+BLINK_FN void write_event(const Context& c, uint32_t ring, uint64_t at, uint32_t slot, uint32_t generation,
+                          EventKind kind, uint32_t reason, uint32_t index, int32_t token, float logprob,
+                          uint64_t step) {
+  alignas(16) Event e;  // made here and stored whole: on the GPU each store goes to host memory
+  e.seq = at + 1;
   e.slot = uint16_t(slot);
   e.kind = uint8_t(kind);
   e.reason = uint8_t(reason);
@@ -19,7 +20,21 @@ BLINK_FN void emit(const Context& c, uint32_t ring, uint32_t slot, uint32_t gene
   e.index = index;
   e.token = token;
   e.logprob = logprob;
-  e.step = uint32_t(c.head->step);
+  e.step = uint32_t(step);
+  Event* place = &c.ring(ring).cq[at & (c.config->cq_entries - 1)];
+#if defined(__CUDA_ARCH__)
+  const uint4* halves = reinterpret_cast<const uint4*>(&e);
+  reinterpret_cast<uint4*>(place)[0] = halves[0];
+  reinterpret_cast<uint4*>(place)[1] = halves[1];
+#else
+  *place = e;
+#endif
+}
+
+BLINK_FN void emit(const Context& c, uint32_t ring, uint32_t slot, uint32_t generation, EventKind kind, uint32_t reason,
+                   uint32_t index, int32_t token, float logprob) {
+  RingState& rs = c.rings[ring];
+  write_event(c, ring, rs.cq_tail, slot, generation, kind, reason, index, token, logprob, c.head->step);
   ++rs.cq_tail;
 }
 
@@ -96,17 +111,16 @@ BLINK_FN void wait_insert(const Context& c, uint32_t request) {
   int32_t &head = rs.wait_head[q.priority], &tail = rs.wait_tail[q.priority];
   q.state = uint32_t(RequestState::WAITING);
   ++rs.waiting;
-  const bool front = BLINK_MUTANT(ADMIT_YOUNGEST_FIRST);
   if (tail < 0) {
     q.next = -1;
     head = tail = int32_t(request);
-  } else if (!front && older(c, uint32_t(tail), request)) {
+  } else if (older(c, uint32_t(tail), request)) {
     q.next = -1;
     c.requests[tail].next = int32_t(request);
     tail = int32_t(request);
   } else {
     int32_t before = -1, at = head;
-    while (!front && at >= 0 && older(c, uint32_t(at), request)) {
+    while (at >= 0 && older(c, uint32_t(at), request)) {
       before = at;
       at = c.requests[at].next;
     }
@@ -232,7 +246,6 @@ BLINK_FN uint32_t let_go(const Context& c, uint32_t request) {
 BLINK_FN void terminate(const Context& c, uint32_t request, EventKind kind, uint32_t reason) {
   Request& q = c.requests[request];
   const uint32_t ring = c.ring_of(request), slot = c.slot_of(request);
-  if (BLINK_MUTANT(LEAK_PAGE_ON_CANCEL) && reason == uint32_t(FinishReason::CANCELLED) && q.n_pages > 0) --q.n_pages;
   const uint32_t released = let_go(c, request);
   const bool finish = kind == EventKind::FINISH;
   log_event(c, LogLevel::DECISIONS, finish ? LogKind::FINISH : LogKind::ERROR, ring, slot, q.generation, reason,

@@ -19,14 +19,14 @@ BLINK_FN bool reserve_pages(const Context& c, uint32_t request, uint32_t tokens)
   return true;
 }
 
-BLINK_FN void plan_row(const Context& c, uint32_t request, uint32_t n) {
-  Request& q = c.requests[request];
+// Row `place` of the plan: the next `n` tokens of `request`, whose place in the step's arrays is `start`.
+BLINK_FN const PlanRow& fill_row(const Context& c, uint32_t place, uint32_t start, uint32_t request, uint32_t n) {
+  const Request& q = c.requests[request];
   const Config& k = *c.config;
-  PlanHeader& plan = *c.plan;
-  PlanRow& row = c.plan_rows[plan.n_rows];
+  PlanRow& row = c.plan_rows[place];
   row.request = request;
   row.generation = q.generation;
-  row.q_start = plan.n_tokens;
+  row.q_start = start;
   row.q_len = n;
   row.context_len = q.computed + n;
   row.sample = q.computed + n == q.total ? 1 : 0;
@@ -36,16 +36,23 @@ BLINK_FN void plan_row(const Context& c, uint32_t request, uint32_t n) {
   row.slot = c.slot_of(request);
   row.n_pages = q.n_pages;
   row.row = uint32_t(q.row);
+  row.serial = q.arrival;
   const int32_t* tokens = c.tokens_of(request);
   const uint32_t* table = c.table_of(uint32_t(q.row));
   for (uint32_t i = 0; i < n; ++i) {
     const uint32_t position = q.computed + i;
-    c.plan_token_ids[plan.n_tokens + i] = tokens[position];
-    c.plan_positions[plan.n_tokens + i] = int32_t(position);
-    c.plan_kv_slots[plan.n_tokens + i] = int64_t(table[position / k.page_size]) * k.page_size + position % k.page_size;
+    c.plan_token_ids[start + i] = tokens[position];
+    c.plan_positions[start + i] = int32_t(position);
+    c.plan_kv_slots[start + i] = int64_t(table[position / k.page_size]) * k.page_size + position % k.page_size;
   }
+  if (row.sample != 0) c.results[place].status = uint32_t(StepStatus::FAILED);  // until the model step says otherwise
+  return row;
+}
+
+BLINK_FN void plan_row(const Context& c, uint32_t request, uint32_t n) {
+  PlanHeader& plan = *c.plan;
+  const PlanRow& row = fill_row(c, plan.n_rows, plan.n_tokens, request, n);
   if (row.sample != 0) {
-    c.results[plan.n_rows].status = uint32_t(StepStatus::FAILED);  // until the model step says otherwise
     c.rings[row.ring].planned += token_events(c, request);
     ++plan.n_samples;
   }

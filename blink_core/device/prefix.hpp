@@ -8,7 +8,6 @@
 
 #include "checksum.hpp"
 #include "context.hpp"
-#include "mutant.hpp"
 
 namespace blink {
 

@@ -256,7 +256,8 @@ template <class Group>
 BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   const RingMemory m = c.ring(ring);
   RingState& rs = c.rings[ring];
-  const uint64_t epoch = g.broadcast(g.rank() == 0 ? load_acquire(&m.front_end->epoch) : 0);
+  const uint32_t words = ring * RING_WORDS;
+  const uint64_t epoch = g.broadcast(g.rank() == 0 ? g.peek(words, &m.front_end->epoch) : 0);
   if (epoch != rs.epoch) {
     g.sync();
     if (g.rank() == 0) change_epoch(c, ring, epoch);
@@ -265,7 +266,7 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
   }
   if (epoch == 0) return 0;  // no front end yet
   if (g.rank() == 0) {
-    const uint64_t head = load_acquire(&m.front_end->cq_head);
+    const uint64_t head = g.peek(words + 1, &m.front_end->cq_head);
     if (head >= rs.cq_head && head <= rs.cq_published) {
       if (head != rs.cq_head) {
         log_event(c, LogLevel::ALL, LogKind::CREDITS, ring, 0, 0, uint32_t(head), uint32_t(head >> 32), 0);
@@ -274,15 +275,16 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
     } else if (head != 0) {  // a front end about to attach has cleared it
       ++rs.bad_heads;
     }
-    watch_lease(c, ring);
+    if (c.config->lease_us != 0) watch_lease(c, ring, g.peek(words + 2, &m.front_end->lease));
   }
   g.sync();
   uint32_t taken = 0;
   constexpr uint32_t seq_mask = (1u << SEQ_BITS) - 1;
   while (taken < c.config->sq_entries) {
     const uint64_t index = rs.sq_next;
+    const uint64_t* entry = &m.sq[index & (c.config->sq_entries - 1)];
     const uint64_t word =
-        g.broadcast(g.rank() == 0 ? load_acquire(&m.sq[index & (c.config->sq_entries - 1)]) : 0);
+        g.broadcast(g.rank() != 0 ? 0 : taken == 0 ? g.peek(words + 3, entry) : load_acquire(entry));
     if ((uint32_t(word >> SQ_SEQ_SHIFT) & seq_mask) != sq_seq(index)) break;
     const uint32_t op = uint32_t(word >> SQ_OP_SHIFT) & 0xF;
     const uint32_t slot = uint32_t(word >> SQ_SLOT_SHIFT) & (MAX_SLOTS - 1);
@@ -313,23 +315,27 @@ BLINK_FN void beat(const Context& c) {
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) store_release(&c.ring(ring).gpu->heartbeat, next);
 }
 
-// Looks at every ring once, takes masks, publishes events and the heartbeat. `now`: microseconds. Returns what it took.
+// Looks at every ring once, takes masks, publishes events and the heartbeat. Returns what it took.
 template <class Group>
-BLINK_FN uint32_t poll_rings(const Context& c, Group& g, uint64_t now) {
+BLINK_FN uint32_t look_at_rings(const Context& c, Group& g) {
   uint32_t taken = 0;
-  if (g.rank() == 0) {
-    set_clock(c, now);
-    expire(c);  // also while a step runs, however long it takes
-  }
+  if (g.rank() == 0) expire(c);  // also while a step runs, however long it takes
   g.sync();
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) taken += poll_ring(c, ring, g);
   if (c.config->masks > 0) taken += poll_masks(c, g);
   if (g.rank() == 0) {
     publish_events(c);
-    beat(c);
+    if (g.beats()) beat(c);
   }
   g.sync();
   return taken;
+}
+
+// One poll at `now`, in microseconds.
+template <class Group>
+BLINK_FN uint32_t poll_rings(const Context& c, Group& g, uint64_t now) {
+  if (g.rank() == 0) begin_call(c, false, now);
+  return look_at_rings(c, g);
 }
 
 }  // namespace blink

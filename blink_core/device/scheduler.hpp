@@ -1,8 +1,7 @@
 // The step boundary: commit the step that ended, then plan the next one (design section 4).
 #pragma once
 
-#include "admission.hpp"
-#include "commit.hpp"
+#include "steady.hpp"
 
 namespace blink {
 
@@ -73,15 +72,15 @@ template <class Group>
 BLINK_FN bool step_boundary(const Context& c, Group& g, uint64_t now) {
   g.sync();
   bool launch = false, stopping = false;
+  if (g.rank() == 0) begin_call(c, true, now);
+  if (steady_boundary(c, g)) return true;
   if (g.rank() == 0) {
-    set_clock(c, now);
-    ++c.head->boundaries;
     commit(c);
     expire(c);
     stopping = follow_control(c);
   }
   if (g.any(stopping)) {
-    poll_rings(c, g, now);  // refuses what was published before, as far as the ring's own credits reach
+    look_at_rings(c, g);  // refuses what was published before, as far as the ring's own credits reach
     if (g.rank() == 0) set_state(c, EngineState::STOPPED);
   }
   if (g.rank() == 0) launch = make_plan(c);

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,30 +118,29 @@ def paged_attention(q: F32, k_pages: F32, v_pages: F32, plan: AttentionPlan, *, 
     scaled = (q * np.float32(head_dim**-0.5)).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out = np.empty_like(scaled)
     for group in plan.decode:
-        k, v = _gather(k_pages, v_pages, group, batch_invariant)
+        k, v = (gather(pages, group, batch_invariant) for pages in (k_pages, v_pages))
         out[group.tokens] = _attend(scaled[group.tokens], k, v, group.lengths[:, None], plan.window)
     for group in plan.prefill:
-        k, v = _gather(k_pages, v_pages, group, batch_invariant)
+        k, v = (gather(pages, group, batch_invariant) for pages in (k_pages, v_pages))
         _prefill(scaled, k, v, group, out, plan.window, batch_invariant)
     return out.reshape(tokens, heads * head_dim)
 
 
-def _gather(k_pages: F32, v_pages: F32, group: _Group, batch_invariant: bool) -> tuple[F32, F32]:
-    """Keys and values of the group's rows in blocks, float32 [N, blocks, block, kv_heads, head_dim] each."""
+def gather(source: npt.NDArray[Any], group: _Group, batch_invariant: bool) -> npt.NDArray[Any]:
+    """Rows of one layer's keys or values (or of their tags) that the group's rows read, in blocks.
+
+    ``source`` [pages, page_size, ...] of any dtype -> [N, blocks, block, ...], zero beyond a row's length.
+    """
     rows, pages = group.pages.shape
-    slots = pages * k_pages.shape[1]
+    slots = pages * source.shape[1]
     block = BLOCK if batch_invariant else slots
     blocks = -(-slots // block)
-    gathered = []
-    for source in (k_pages, v_pages):
-        shape = (rows, blocks * block, *source.shape[2:])
-        target = np.empty(shape, dtype=np.float32)
-        target[:, :slots] = source[group.pages].reshape(rows, slots, *source.shape[2:])
-        for row, length in enumerate(group.lengths):
-            # Also the keys: a NaN there would survive as a masked score, but slow the products down.
-            target[row, length:] = 0
-        gathered.append(target.reshape(rows, blocks, block, *source.shape[2:]))
-    return gathered[0], gathered[1]
+    target = np.empty((rows, blocks * block, *source.shape[2:]), dtype=source.dtype)
+    target[:, :slots] = source[group.pages].reshape(rows, slots, *source.shape[2:])
+    for row, length in enumerate(group.lengths):
+        # Also the keys: a NaN there would survive as a masked score, but slow the products down.
+        target[row, length:] = 0
+    return target.reshape(rows, blocks, block, *source.shape[2:])
 
 
 def _prefill(scaled: F32, k: F32, v: F32, group: _Group, out: F32, window: int | None, batch_invariant: bool) -> None:

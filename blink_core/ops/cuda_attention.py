@@ -16,6 +16,7 @@ TILE_ROWS = 128  # attention_prefill.cu
 HEADS_AT_ONCE = 16  # attention_decode.cu
 WAVES = 4  # decode blocks wanted, in times of what the GPU holds: evens out the rounding
 MIN_CHUNK = 256  # keys of a split: below, its fixed cost outweighs what more blocks gain
+HEAD_DIMS = (64, 96, 128)  # of the tensor-core kernels; float32's takes any
 LOG2E = 1.4426950408889634
 
 
@@ -85,8 +86,8 @@ class AttentionShape:
             raise ValueError(
                 f"{self.heads // self.kv_heads} query heads a key-value head, expected at most {TILE_ROWS}"
             )
-        if self.head_dim not in (64, 96, 128):
-            raise ValueError(f"head_dim is {self.head_dim}, expected 64, 96 or 128")
+        if self.head_dim % 8 or not 8 <= self.head_dim <= 128:
+            raise ValueError(f"head_dim is {self.head_dim}, expected a multiple of 8 up to 128")
 
     @property
     def group(self) -> int:
@@ -131,6 +132,8 @@ class CudaAttentionPlan:
         fixed_chunk: int | None = None,
         max_context: int = 1 << 17,
     ) -> None:
+        if kernels.dtype != "float32" and shape.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {shape.head_dim}, {kernels.dtype} attention has kernels for {HEAD_DIMS}")
         self.kernels, self.shape, self.window = kernels, shape, window
         self.arrays: StepArrays | None = None
         places = 2 * cp.cuda.Device().attributes["MultiProcessorCount"]

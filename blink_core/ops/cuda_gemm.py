@@ -13,7 +13,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from blink_core.ops.cuda_modules import Kernels, pointer
+from blink_core.ops.cuda_modules import Kernels, multiprocessors, pointer
 
 SKINNY_ROWS = 8  # up to here the own kernel is no slower than cuBLASLt, and starts beside its predecessor
 SKINNY_THREADS = 256
@@ -104,9 +104,11 @@ class Gemm:
             self.library()(x, weight, out, residual)
 
     def library(self) -> CublasLt:
-        """cuBLASLt's products, made on first use."""
+        """cuBLASLt's products, made on first use; for as many multiprocessors as the kernels may use now."""
         if self._lt is None:
-            self._lt = CublasLt(self.kernels.dtype, self.sm_count_target)
+            self._lt = CublasLt(self.kernels.dtype)
+        reserved = self.kernels.reserved
+        self._lt.target = self.sm_count_target or (multiprocessors(reserved) if reserved else 0)
         return self._lt
 
     def silu(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, norm: Norm | None = None) -> bool:
@@ -148,7 +150,7 @@ class Gemm:
         width = 8 if rows <= 8 else 16
         if norm is not None and not self.norms(rows, k):
             raise ValueError(f"no product of {rows} rows of {k} norms its input")
-        sms = cp.cuda.Device().attributes["MultiProcessorCount"]
+        sms = multiprocessors(self.kernels.reserved)
         # 16-row tiles a block takes at once: the fewest rounds, then the best reuse of x.
         unit = 8 if silu else 16  # outputs of a 16-row tile
         choices = (2,) if silu else (1, 2)
@@ -220,7 +222,7 @@ class CublasLt:
         self._lt = cublasLt
         self._handle = cublasLt.create()
         self._type = {"bfloat16": 14, "float16": 2}[dtype]  # cudaDataType
-        self._target = sm_count_target
+        self.target = sm_count_target
         self._workspace = cp.empty(WORKSPACE, cp.uint8)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._one, self._zero = np.array([1], np.float32), np.array([0], np.float32)
@@ -282,7 +284,7 @@ class CublasLt:
     def plan(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> _Plan:
         """Descriptors and algorithms for a shape, made on first use."""
         (m, k), n = x.shape, weight.nk.shape[0]
-        key = (m, n, k, out.dtype == cp.float32, weight.bias is not None)
+        key = (m, n, k, out.dtype == cp.float32, weight.bias is not None, self.target)
         if key not in self._plans:
             self._plans[key] = self._make(
                 m, n, k, 0 if out.dtype == cp.float32 else self._type, weight.bias is not None
@@ -296,8 +298,8 @@ class CublasLt:
         if bias:
             self._set(desc, attribute.EPILOGUE, int(lt.Epilogue.BIAS), np.int32)
             self._set(desc, attribute.BIAS_DATA_TYPE, self._type, np.int32)
-        if self._target:
-            self._set(desc, attribute.SM_COUNT_TARGET, self._target, np.int32)
+        if self.target:
+            self._set(desc, attribute.SM_COUNT_TARGET, self.target, np.int32)
         a = lt.matrix_layout_create(self._type, k, n, k)
         b = lt.matrix_layout_create(self._type, k, m, k)
         c = lt.matrix_layout_create(out_type, n, m, n)

@@ -31,18 +31,19 @@ class Kernel:
     name: str
     function: Any
     shared: int = 0
+    owner: Kernels | None = field(default=None, repr=False)
     _places: dict[int, int] = field(default_factory=dict, repr=False)
 
     def places(self, threads: int) -> int:
-        """Blocks of ``threads`` that the whole GPU holds at once."""
+        """Blocks of ``threads`` that the GPU holds at once, on the multiprocessors that are the kernels' to use."""
         if threads not in self._places:
             handle = driver.CUfunction(self.function.kernel.ptr)
             blocks = check(
                 driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(handle, threads, self.shared),
                 f"occupancy {self.name}",
             )
-            self._places[threads] = max(1, blocks) * cp.cuda.Device().attributes["MultiProcessorCount"]
-        return self._places[threads]
+            self._places[threads] = max(1, blocks)
+        return self._places[threads] * multiprocessors(0 if self.owner is None else self.owner.reserved)
 
     def launch(self, grid: int, threads: int, *args: Any, dependent: bool = True) -> None:
         """Launch on CuPy's current stream; may be captured.
@@ -67,6 +68,11 @@ class Kernel:
         check(driver.cuLaunchKernelEx(config, handle, ctypes.addressof(pointers), 0), f"launch {self.name}")
 
 
+def multiprocessors(reserved: int = 0) -> int:
+    """Multiprocessors of the current device, ``reserved`` of them left out."""
+    return max(1, int(cp.cuda.Device().attributes["MultiProcessorCount"]) - reserved)
+
+
 def _argument(value: Any) -> Any:
     if value is None:
         return ctypes.c_void_p(0)
@@ -89,10 +95,12 @@ class Kernels:
     """The kernels of one element type, compiled on first use.
 
     Compile and launch each once before any capture or resident kernel: a kernel loaded lazily beside a spinning one
-    never starts. ``dtype``: float32, bfloat16 or float16.
+    never starts. ``dtype``: float32, bfloat16 or float16. ``reserved``: multiprocessors that launches leave alone,
+    because a resident block fills one: a grid of one block each would wait for the last of them.
     """
 
     dtype: str
+    reserved: int = 0
     _modules: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     _kernels: dict[tuple[Any, ...], Kernel] = field(default_factory=dict, repr=False)
 
@@ -113,5 +121,5 @@ class Kernels:
             # One split of L1 and shared memory for all: a multiprocessor must be empty to change it, which would keep a
             # kernel from starting beside its predecessor.
             function.preferred_shared_memory_carveout = 100
-            self._kernels[key, name, shared] = Kernel(name, function, shared)
+            self._kernels[key, name, shared] = Kernel(name, function, shared, self)
         return self._kernels[key, name, shared]

@@ -10,7 +10,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 
-def source(name: str) -> str:
+def source(name: str, folder: Path = KERNELS) -> str:
     """Text of a kernel file with its own headers put in, so that a compiler's cache key covers all of it."""
     seen: set[str] = set()
 
@@ -18,7 +18,7 @@ def source(name: str) -> str:
         if file in seen:
             return ""
         seen.add(file)
-        text = (KERNELS / file).read_text().replace("#pragma once\n", "")
+        text = (folder / file).read_text().replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda m: expand(m[1]), text)
 
     return expand(name)

@@ -49,6 +49,10 @@ class NumpyOps:
             self._tiles[kn.shape] = invariant_tiles(kn)
         return LinearWeight(kn, self._tiles[kn.shape], bias)
 
+    def begin_run(self, token_ids: I32, positions: I32, row_starts: I32, context_lens: I32, origin: I32 | None) -> None:
+        """Tells what the operations to come compute, in the terms of ``StepBatch``; for ops that watch, as those of the
+        KV sanitizer do."""
+
     def embedding(self, table: F32, token_ids: I32) -> F32:
         """Rows of ``table`` [vocab, hidden] (any strides: a tied table is a transposed view) -> [T, hidden]."""
         return np.ascontiguousarray(table[token_ids])

@@ -36,6 +36,19 @@ class ModelInfo:
     kv_shape: tuple[int, ...] | None
 
 
+# Counters of the KV sanitizer, uint64 each: steps; rows checked (of the first layer's keys: all others must equal it);
+# those of them that another request wrote; reports; rows of a plan whose request had gone before its step began.
+KV_COUNTERS = ("steps", "rows", "shared", "reports", "gone")
+
+
+@dataclass(frozen=True, slots=True)
+class SanitizerInfo:
+    """Where the KV sanitizer's reports (a file of JSON lines, `kv_report.KvReport`) and its KV_COUNTERS are."""
+
+    reports: str
+    counters: Memory
+
+
 @dataclass(frozen=True, slots=True)
 class EngineDescriptor:
     """Written to `<run dir>/engine.json` once the engine is ready."""
@@ -48,6 +61,7 @@ class EngineDescriptor:
     log: Memory
     kv: Memory | None
     capture: str | None
+    kv_sanitizer: SanitizerInfo | None = None
     abi_version: int = ABI_VERSION
 
     def write(self, path: Path) -> None:
@@ -83,8 +97,13 @@ class EngineDescriptor:
                 log=Memory(**raw["log"]),
                 kv=Memory(**raw["kv"]) if raw["kv"] else None,
                 capture=raw["capture"],
+                kv_sanitizer=_sanitizer(raw.get("kv_sanitizer")),
             )
         except OSError as e:
             raise DescriptorError(f"engine descriptor {path}: {e.strerror}") from e
         except (KeyError, TypeError, ValueError) as e:
             raise e if isinstance(e, DescriptorError) else DescriptorError(f"engine descriptor {path}: {e}") from e
+
+
+def _sanitizer(raw: dict[str, Any] | None) -> SanitizerInfo | None:
+    return SanitizerInfo(str(raw["reports"]), Memory(**raw["counters"])) if raw else None

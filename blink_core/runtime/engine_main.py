@@ -20,9 +20,11 @@ import numpy as np
 
 from blink_core.abi.config import ConfigError, EngineConfig, fit_shared_memory
 from blink_core.models import KVPool, ModelError, load_model
+from blink_core.ops.sanitized_ops import SanitizedOps
 from blink_core.runtime.cpu import CpuRuntime, noop_step, poison
 from blink_core.runtime.cpu import ModelStep as StepFunction
-from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
+from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo, SanitizerInfo
+from blink_core.runtime.kv_sanitizer import KvSanitizer, SanitizedStep
 from blink_core.runtime.memory import OwnedMemory
 from blink_core.runtime.model_step import Capture, ModelStep
 from blink_core.runtime.parent import EXIT_ORPHANED, ParentWatch
@@ -43,6 +45,7 @@ class Served:
     info: ModelInfo
     step: StepFunction
     kv: OwnedMemory | None
+    sanitizer: KvSanitizer | None = None
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,6 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="noop", help="served model name")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--capture", action="store_true", help="append the logits of every sampled row to a file")
+    parser.add_argument("--kv-sanitizer", action="store_true", help="check the owner of every KV row that is read")
     parser.add_argument("--exit-with-parent", type=int, metavar="PID", help="stop when the launching process is gone")
     parser.add_argument("--verbosity", default="info", help="level of the process log")
     for field in fields(EngineConfig):
@@ -71,13 +75,16 @@ def engine_config(args: argparse.Namespace, vocab: int, eos_ids: tuple[int, ...]
 
 
 def serve_noop(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
+    if args.kv_sanitizer:
+        raise ConfigError("--kv-sanitizer needs a model: the no-op model has no KV rows")
     config = engine_config(args, NOOP_VOCAB, (), 1 << 20)
     info = ModelInfo("noop", "", NOOP_VOCAB, config.max_len, (), None)
     return config, Served(info, noop_step, None)
 
 
 def serve_model(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
-    model = load_model(args.model, batch_invariant=args.batch_invariant)
+    ops = SanitizedOps(batch_invariant=args.batch_invariant) if args.kv_sanitizer else None
+    model = load_model(args.model, batch_invariant=args.batch_invariant, ops=ops)
     m = model.config
     config = engine_config(args, m.vocab_size, m.eos_token_ids, m.max_position_embeddings)
     if config.prefix_cache and not m.keys_are_final(config.max_len):
@@ -89,7 +96,21 @@ def serve_model(args: argparse.Namespace) -> tuple[EngineConfig, Served]:
     poison(pool)
     capture = Capture(args.run_dir / "capture.bin", m.vocab_size) if args.capture else None
     info = ModelInfo(args.name, str(args.model), m.vocab_size, config.max_len, m.eos_token_ids, shape)
-    return config, Served(info, ModelStep(model, KVPool(pool[0], pool[1], config.page_size), capture), kv)
+    pages = KVPool(pool[0], pool[1], config.page_size)
+    step = ModelStep(model, pages, capture)
+    if ops is None:
+        return config, Served(info, step, kv)
+    sanitizer = KvSanitizer(pages, prefix_cache=bool(config.prefix_cache), reports=args.run_dir / "kv-sanitizer.jsonl")
+    ops.store = sanitizer
+    return config, Served(info, SanitizedStep(step, sanitizer), kv, sanitizer)
+
+
+def sanitizer_info(sanitizer: KvSanitizer | None) -> SanitizerInfo | None:
+    """Where others find its reports and counters."""
+    if sanitizer is None:
+        return None
+    memory = sanitizer.counter_memory
+    return SanitizerInfo(str(sanitizer.reports), Memory(memory.fd, memory.nbytes))
 
 
 def stop_orphan(runtime: CpuRuntime) -> None:
@@ -108,6 +129,8 @@ def run(args: argparse.Namespace) -> None:
         runtime = CpuRuntime(config, args.segment)
         parent.on_gone(lambda: stop_orphan(runtime))
     try:
+        if served.sanitizer is not None:
+            served.sanitizer.bind(runtime)
         signal.signal(signal.SIGTERM, lambda *_: runtime.request_stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops the engine in order
         signal.signal(signal.SIGUSR1, lambda *_: runtime.request_drain())
@@ -120,9 +143,15 @@ def run(args: argparse.Namespace) -> None:
             log=Memory(runtime.log.fd, runtime.log.nbytes),
             kv=Memory(served.kv.fd, served.kv.nbytes) if served.kv else None,
             capture=str(args.run_dir / "capture.bin") if args.capture else None,
+            kv_sanitizer=sanitizer_info(served.sanitizer),
         ).write(args.run_dir / "engine.json")
         log.info(
-            "ready: %s, %d pages, %d rows, segment %s", served.info.name, config.pages, config.max_rows, args.segment
+            "ready: %s, %d pages, %d rows, segment %s%s",
+            served.info.name,
+            config.pages,
+            config.max_rows,
+            args.segment,
+            ", KV sanitizer on" if served.sanitizer else "",
         )
         runtime.serve(served.step)
         log.info("stopped after %d steps", runtime.status("steps"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,30 @@ class CompileError(RuntimeError):
 
 
 def cccl_include() -> Path:
-    """Folder of libcu++ headers from the nvidia-cuda-cccl wheel. Raises CompileError if it is not installed."""
+    """Folder of libcu++ headers: of the nvidia-cuda-cccl wheel, else of a CUDA toolkit. CompileError without both."""
     try:
         files = importlib.metadata.files("nvidia-cuda-cccl") or []
-    except importlib.metadata.PackageNotFoundError as e:
-        raise CompileError("nvidia-cuda-cccl is not installed: it carries the libcu++ headers") from e
+    except importlib.metadata.PackageNotFoundError:
+        files = []
     for file in files:
         if str(file).endswith("cuda/atomic"):
             return Path(str(file.locate())).resolve().parent.parent
-    raise CompileError("nvidia-cuda-cccl holds no cuda/atomic header")
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    for folder in (Path(toolkit) / "include" / "cccl", Path(toolkit) / "include"):
+        if (folder / "cuda" / "atomic").is_file():
+            return folder
+    raise CompileError("no libcu++ headers: neither nvidia-cuda-cccl nor a CUDA toolkit is installed")
+
+
+def serve_options() -> tuple[str, ...]:
+    """NVRTC's options for the resident scheduler, which launches graphs and so links the device runtime; without the
+    architecture."""
+    return ("--std=c++20", f"-I{DEVICE}", f"-I{cccl_include()}", "-dc")
+
+
+def step_options() -> tuple[str, ...]:
+    """NVRTC's options for the kernels that read the plan's records; without the architecture."""
+    return ("--std=c++20", f"-I{cccl_include()}")
 
 
 def compile_scheduler(architecture: str, options: tuple[str, ...] = ()) -> bytes:

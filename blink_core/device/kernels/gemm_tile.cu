@@ -69,13 +69,20 @@ DEVICE void product(const MatmulParams& p) {
         b[at + i][row] = w_valid && inside ? w[k + at + i] : 0.f;
       }
       __syncthreads();
+      // Sums of TILE_K products first: one long sum would lose four times as much to rounding.
+      float part[4][4] = {};
 #pragma unroll
       for (int i = 0; i < TILE_K; ++i) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
 #pragma unroll
-          for (int n = 0; n < 4; ++n) c[m][n] += a[i][tm + m] * b[i][tn + n];
+          for (int n = 0; n < 4; ++n) part[m][n] += a[i][tm + m] * b[i][tn + n];
         }
+      }
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) c[m][n] += part[m][n];
       }
     }
 #pragma unroll

@@ -32,11 +32,13 @@ struct StepViewParams {
   int* table_rows;             // [rows]
   int* sample_tokens;          // [samples] last token of each row that is sampled from
   SampleRow* sample_rows;      // [samples]
+  unsigned long long* begun;   // when the step began: globaltimer
   int rows, tokens, samples;
 };
 
 extern "C" __global__ void step_view(const __grid_constant__ StepViewParams p) {
   __shared__ int next_sample;
+  if (threadIdx.x == 0) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(*p.begun));
   const Config& c = *p.config;
   const int n_rows = int(p.header->n_rows), n_tokens = int(p.header->n_tokens);
   for (int i = threadIdx.x; i < p.tokens; i += blockDim.x) {
@@ -71,7 +73,7 @@ extern "C" __global__ void step_view(const __grid_constant__ StepViewParams p) {
     const PlanRow& row = p.plan_rows[r.out];
     const Sampling& s = p.sampling[row.request];
     r.seed = s.seed;
-    r.owner = (uint64_t(row.generation) << 32 | row.request) + 1;
+    r.owner = row.serial + 1;  // never a request of another epoch
     r.tokens = p.token_pool + uint64_t(row.request) * c.max_len;
     r.bias = reinterpret_cast<const int2*>(p.bias + uint64_t(row.request) * c.max_bias);
     r.mask = row.masked != 0 ? p.masks + uint64_t(row.row) * c.mask_words : nullptr;

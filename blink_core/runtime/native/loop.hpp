@@ -79,6 +79,8 @@ class Scheduler {
     return run_team(scratch_, group_size_, [&](auto& group) { return poll_rings(context_, group, now); });
   }
   const Context& context() const { return context_; }
+  // Boundaries that a group of several worked on together.
+  uint64_t steady_boundaries() const { return scratch_.steady; }
   bool running() const { return thread_.joinable(); }
 
   // After a stop request the step in flight gets `grace` to end; then the loop ends without it.

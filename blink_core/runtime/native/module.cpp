@@ -7,17 +7,12 @@
 #include <map>
 #include <string>
 
+#include "explore_module.hpp"
 #include "lockstep.hpp"
 #include "loop.hpp"
 
 namespace nb = nanobind;
 using namespace blink;
-
-#if defined(BLINK_MUTANTS)
-namespace blink {
-uint32_t active_mutant = 0;
-}
-#endif
 
 namespace {
 
@@ -95,12 +90,6 @@ nb::bytes run_lockstep(nb::bytes config, nb::bytes program, uint32_t group_size)
 NB_MODULE(_native, m) {
   m.doc() = "Host build of Blink's scheduler and ring words.";
   nb::set_leak_warnings(false);  // signal handlers hold a runtime until the process ends
-#if defined(BLINK_MUTANTS)
-  m.attr("mutants") = true;
-  m.def("activate_mutant", [](uint32_t id) { active_mutant = id; }, nb::arg("id"));
-#else
-  m.attr("mutants") = false;
-#endif
   m.def("load_acquire", [](uintptr_t a) { return load_acquire(pointer<const uint64_t>(a)); }, nb::arg("address"));
   m.def("store_release", [](uintptr_t a, uint64_t v) { store_release(pointer<uint64_t>(a), v); }, nb::arg("address"),
         nb::arg("value"));
@@ -108,6 +97,7 @@ NB_MODULE(_native, m) {
   m.def("checksum", &checksum, nb::arg("words"));
   m.def("region_sizes", &region_sizes, nb::arg("config"));
   m.def("run_lockstep", &run_lockstep, nb::arg("config"), nb::arg("program"), nb::arg("group_size") = 1);
+  explore::bind(m);
 
   nb::class_<Scheduler>(m, "Scheduler")
       .def(
@@ -123,6 +113,7 @@ NB_MODULE(_native, m) {
       .def(
           "start", [](Scheduler& self, uint32_t grace_ms) { self.start(std::chrono::milliseconds(grace_ms)); },
           nb::arg("stop_grace_ms") = 10000)
+      .def_prop_ro("steady_boundaries", &Scheduler::steady_boundaries)
       .def("join", &Scheduler::join, nb::call_guard<nb::gil_scoped_release>())
       .def("complete", &Scheduler::complete, nb::arg("status"))
       .def(

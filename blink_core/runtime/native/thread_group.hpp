@@ -36,6 +36,8 @@ class ThreadGroup {
     return collect();
   }
   bool any(bool value) const { return sum(value ? 1 : 0) != 0; }
+  bool beats() const { return true; }
+  uint64_t peek(uint32_t, const uint64_t* word) const { return load_acquire(word); }
 
  private:
   uint64_t collect() const {

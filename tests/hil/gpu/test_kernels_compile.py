@@ -9,14 +9,14 @@ import pytest
 from cuda.bindings import nvrtc
 
 from blink_core.ops.cuda_sources import KERNELS, options, source
-from blink_core.runtime.nvrtc import ARCHITECTURES, cccl_include
+from blink_core.runtime.nvrtc import ARCHITECTURES, step_options
 
 HEAD = {"HEAD_DIM": 128, "PAGE_SIZE": 16}
 # Every file for the architecture developed on; on the others those with instructions of their own: each takes seconds.
 ELSEWHERE = ("elementwise.cu", "attention_decode.cu")
 PLAIN = ("elementwise.cu", "attention_plan.cu", "gemm_skinny.cu", "gemm_tile.cu", "moe.cu", "sampler.cu")
 HEADS = ("rope_kv.cu", "attention_decode.cu", "attention_prefill.cu", "attention_strict.cu")
-STEP_VIEW = "step_view.cu"  # compiled with the ABI's header, see below
+STEP = ("step_view.cu", "step_end.cu", "kv_sanitizer.cu")  # compiled with the ABI's header, see below
 VARIANTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("gemm_tile.cu", "float32", {}),
     ("attention_strict.cu", "float32", HEAD),
@@ -44,7 +44,7 @@ def compile_kernels(text: str, flags: tuple[str, ...]) -> str:
 
 def test_every_kernel_compiles() -> None:
     """Catches: a kernel that one of the architectures, element types or head dims refuses, and a file left out here."""
-    assert {f.name for f in KERNELS.glob("*.cu")} == {*PLAIN, *HEADS, STEP_VIEW}
+    assert {f.name for f in KERNELS.glob("*.cu")} == {*PLAIN, *HEADS, *STEP}
     todo: list[tuple[str, str, str, dict[str, int]]] = [
         (f, "bfloat16", a, HEAD if f in HEADS else {})
         for a in ARCHITECTURES
@@ -61,11 +61,10 @@ def test_every_kernel_compiles() -> None:
         assert [log for log in pool.map(build, todo) if log] == []
 
 
-def test_step_view_compiles() -> None:
-    """Catches: a step view that no longer fits the plan's records."""
-    header = KERNELS.parent / "abi.hpp"
-    flags = ("--gpu-architecture=sm_90a", "--std=c++20", f"-I{cccl_include()}", f"-I{KERNELS}")
-    compile_kernels((KERNELS / STEP_VIEW).read_text().replace('"../abi.hpp"', f'"{header}"'), flags)
+@pytest.mark.parametrize("file", STEP)
+def test_step_kernels_compile(file: str) -> None:
+    """Catches: a first or last kernel of a step that no longer fits the plan's records."""
+    compile_kernels(source(file), ("--gpu-architecture=sm_90a", *step_options()))
 
 
 def test_compiler_errors_are_reported() -> None:

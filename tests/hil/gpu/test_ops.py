@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 
+from tests.hil.gpu.missing import MISSING
 
-def gpu_missing() -> str | None:
-    """Why these tests cannot run here, None if they can."""
-    for module in ("cupy", "nvmath"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed"
-    import cupy
-
-    try:
-        return None if cupy.cuda.runtime.getDeviceCount() else "there is no GPU"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"there is no usable GPU: {error}"
-
-
-MISSING = gpu_missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 if MISSING is None:

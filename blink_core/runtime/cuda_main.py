@@ -1,0 +1,172 @@
+"""The engine process of the gpu rig: `python -m blink_core.runtime.cuda_main [--dtype T] [--launch S] ...`.
+
+Takes engine_main's arguments too. Loads the model onto the GPU, captures its step graphs, launches the scheduler,
+writes `DIR/engine.json` and `DIR/gpu.json` (what was built: graphs, memory, times), and sleeps until SIGTERM (stop), or
+SIGUSR1 (drain) and then SIGTERM. Exit status 2 and one line on standard error: it could not
+start; 4: the engine was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from blink_core.abi.config import ConfigError, EngineConfig
+from blink_core.models.errors import ModelError
+from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
+from blink_core.runtime.engine_main import NOOP_VOCAB, ORPHAN_GRACE_S, engine_config, parse_arguments
+from blink_core.runtime.parent import EXIT_ORPHANED, ParentWatch
+from blink_core.transport.interface import TransportError
+
+if TYPE_CHECKING:
+    from blink_core.runtime.cuda_model import CudaNetwork
+    from blink_core.runtime.launch import Runtime
+
+log = logging.getLogger("blink.cuda")
+
+EXIT_LOST = 4
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Arguments of this module, and those of every engine."""
+    parser = argparse.ArgumentParser(prog="blink-engine-gpu", add_help=False)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: float32 in check modes, else bfloat16")
+    parser.add_argument("--launch", choices=("host", "fire", "tail", "auto"), default="auto")
+    parser.add_argument("--step-limit", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--run-limit", type=float, default=0.0, metavar="SECONDS", help="stop when idle after so long")
+    own, rest = parser.parse_known_args(argv)
+    return own, parse_arguments(rest)
+
+
+def dtype_of(own: argparse.Namespace, args: argparse.Namespace, head_dim: int) -> str:
+    """The element type. Token equivalence and batch invariance are decided in float32 [design 9], which also takes
+    heads of sizes that the tensor-core kernels do not."""
+    from blink_core.ops.cuda_attention import HEAD_DIMS
+
+    if own.dtype == "auto":
+        strict = args.capture or args.batch_invariant or head_dim not in HEAD_DIMS
+        return "float32" if strict else "bfloat16"
+    if args.batch_invariant and own.dtype != "float32":
+        raise ConfigError(f"--batch-invariant on the GPU is float32's, not {own.dtype}'s")
+    return str(own.dtype)
+
+
+def load(own: argparse.Namespace, args: argparse.Namespace) -> tuple[EngineConfig, CudaNetwork | None]:
+    """Configuration and network; None for the no-op model. Raises ConfigError or ModelError."""
+    if args.kv_sanitizer:
+        raise ConfigError("the KV sanitizer is not part of the GPU runtime yet")
+    if args.model is None:
+        return engine_config(args, NOOP_VOCAB, (), 1 << 20), None
+    from blink_core.models.load_config import load_config
+    from blink_core.ops.cuda_ops import CudaOps
+    from blink_core.runtime.cuda_model import load_network
+
+    m = load_config(args.model)
+    config = engine_config(args, m.vocab_size, m.eos_token_ids, m.max_position_embeddings)
+    if not m.keys_are_final(config.max_len):
+        shorter = m.rope.original_max or config.max_len
+        log.warning("LongRoPE: sequences of at most %d tokens, not %d", shorter, config.max_len)
+        config = replace(config, max_len=shorter)
+    return config, load_network(args.model, CudaOps(dtype_of(own, args, m.head_dim)), config.max_len)
+
+
+def describe(args: argparse.Namespace, runtime: Runtime, network: CudaNetwork | None) -> EngineDescriptor:
+    """What others need to find the engine's rings and memory."""
+    from blink_core.runtime.launch import kv_shape
+
+    config = runtime.config
+    info = ModelInfo("noop", "", NOOP_VOCAB, config.max_len, (), None)
+    if network is not None:
+        m = network.config
+        shape = kv_shape(network, config)
+        info = ModelInfo(args.name, str(args.model), m.vocab_size, config.max_len, m.eos_token_ids, shape)
+    return EngineDescriptor(
+        pid=os.getpid(),
+        segment=args.segment,
+        config=config,
+        model=info,
+        state=Memory(runtime.state.fd, runtime.state.nbytes),
+        log=Memory(runtime.log.fd, runtime.log.nbytes),
+        kv=Memory(runtime.kv.fd, runtime.kv.nbytes) if runtime.kv else None,
+        capture=str(args.run_dir / "capture.bin") if args.capture and network is not None else None,
+    )
+
+
+def stop_orphan(runtime: Runtime) -> None:
+    """Stops an engine whose launcher is gone; ends the process if its step does not end in time."""
+    runtime.request_stop()
+    time.sleep(ORPHAN_GRACE_S)  # on a daemon thread: it goes with the process
+    runtime.segment.close()
+    os._exit(EXIT_ORPHANED)
+
+
+def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Serves until told to stop."""
+    from blink_core.runtime.launch import LaunchOptions, make_runtime
+
+    parent = ParentWatch(args.exit_with_parent)
+    begin = time.monotonic()
+    config, network = load(own, args)
+    loaded = time.monotonic()
+    options = LaunchOptions(
+        strategy=own.launch,
+        capture=args.run_dir / "capture.bin" if args.capture else None,
+        step_limit_s=own.step_limit,
+        run_limit_s=own.run_limit,
+    )
+    with parent.hold():
+        runtime = make_runtime(config, args.segment, network, options)
+        parent.on_gone(lambda: stop_orphan(runtime))
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: runtime.request_stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops the engine in order
+        signal.signal(signal.SIGUSR1, lambda *_: runtime.request_drain())
+        report = runtime.report | {
+            "load_seconds": round(loaded - begin, 3),
+            "start_seconds": round(time.monotonic() - begin, 3),
+        }
+        (args.run_dir / "gpu.json").write_text(json.dumps(report, indent=1))
+        log.info("built: %s", json.dumps(report))
+        describe(args, runtime, network).write(args.run_dir / "engine.json")
+        runtime.serve()
+        log.info("stopped after %d steps", runtime.status("steps"))
+    finally:
+        runtime.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    # Before CUDA starts: a kernel that is loaded lazily beside a resident one never runs.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    own, args = parse(argv)
+    logging.basicConfig(
+        level=args.verbosity.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        print(f"blink engine: CuPy is not there ({error}); install with `pip install '.[gpu]'`", file=sys.stderr)
+        return 2
+    from blink_core.ops.cuda_modules import CudaError
+    from blink_core.runtime.launch import EngineLost
+
+    try:
+        run(own, args)
+    except (ConfigError, ModelError, TransportError, CudaError, OSError) as e:
+        print(f"blink engine: {e}", file=sys.stderr)
+        return 2
+    except EngineLost as e:
+        print(f"blink engine: {e}", file=sys.stderr)
+        return EXIT_LOST
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,388 @@
+"""The model step on the GPU: from the scheduler's plan to sampled tokens, in memory fixed at start, ready for capture.
+
+It has the operations of `models.layers.Decoder` in their order, fused where the GPU has a fused one. All it reads of a
+step lies where the scheduler wrote it; the host passes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from blink_core.abi.capture import record_dtype
+from blink_core.abi.config import EngineConfig
+from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
+from blink_core.ops.cuda_gemm import CudaWeight, Norm
+from blink_core.ops.cuda_modules import Kernel
+from blink_core.ops.cuda_moe import CudaMoe
+from blink_core.ops.cuda_sampling import SAMPLE_ROW, CudaSampler
+from blink_core.ops.cuda_sources import source
+from blink_core.runtime.cuda_memory import device_view
+from blink_core.runtime.cuda_model import CudaLayer, CudaNetwork
+from blink_core.runtime.nvrtc import step_options
+from blink_core.runtime.serve_abi import (
+    MAX_PLANS,
+    CaptureEndParams,
+    CaptureParams,
+    NoopParams,
+    StepEndParams,
+    StepViewParams,
+)
+
+CAPTURE_LIMIT_NS = 10_000_000_000
+TUNED_LAYERS = 6  # enough weights that they do not stay in the L2 from one product to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sizes of a step graph: at most so many tokens, rows and sampled rows; ``decode``: rows of one token only."""
+
+    tokens: int
+    rows: int
+    samples: int
+    decode: bool
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        return f"{'decode' if self.decode else 'mixed'} {self.tokens}"
+
+
+def buckets_of(config: EngineConfig) -> list[Bucket]:
+    """Buckets in order of cost: decode steps of 1, 2, 4 ... rows, then steps with prefill of 32, 64 ... tokens.
+
+    A step with prefill samples from few rows as a rule: each of its sizes comes with 8 rows of logits and with as many
+    as there can be.
+    """
+    found: list[Bucket] = []
+    rows = 1
+    while True:
+        n = min(rows, config.max_rows)
+        found.append(Bucket(n, n, n, True))
+        if n == config.max_rows:
+            break
+        rows *= 2
+    tokens = 32
+    while True:
+        n = min(tokens, config.token_budget)
+        most = min(n, config.max_rows)
+        for samples in sorted({min(8, most), most}):
+            found.append(Bucket(n, most, samples, False))
+        if n == config.token_budget:
+            break
+        tokens *= 2
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Addresses, as a kernel sees them, of what the scheduler owns, and what the end of a step reports to.
+
+    state, plan: the regions. done: u64, the step that ended last. times: u64 [time_slots, 2], 0 for none.
+    """
+
+    state: int
+    plan: int
+    done: int
+    times: int = 0
+    time_slots: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureMemory:
+    """Host memory of the logits capture: records [max_rows], offered and taken u64; see step_end.cu."""
+
+    records: int
+    offered: int
+    taken: int
+
+
+class CudaStep:
+    """Buffers of the largest step, and `run`, which launches one on CuPy's current stream."""
+
+    def __init__(
+        self,
+        network: CudaNetwork,
+        config: EngineConfig,
+        kv: cp.ndarray,
+        memory: StepMemory,
+        capture: CaptureMemory | None = None,
+    ) -> None:
+        """kv: [2, layers, pages, page_size, kv_heads, head_dim] of the element type."""
+        self.network, self.config, self._memory, self._capture = network, config, memory, capture
+        self._keys, self._values = kv
+        ops, m = network.ops, network.config
+        self._ops, self._hidden = ops, m.hidden_size
+        self._shape = AttentionShape(m.num_heads, m.num_kv_heads, m.head_dim, config.page_size)
+        rows, tokens = config.max_rows, config.token_budget
+        windows = {layer.window for layer in network.layers}
+        if len(windows) > MAX_PLANS:
+            raise ValueError(f"the model has {len(windows)} attention windows, at most {MAX_PLANS}")
+        self._plans = {
+            w: CudaAttentionPlan(ops.kernels, self._shape, rows, tokens, window=w, max_context=config.max_len)
+            for w in sorted(windows, key=lambda w: w or 0)
+        }
+        self._view_arrays(rows, tokens)
+        self._activations(rows, tokens)
+        width = max(1, config.max_logprobs)
+        self._sampler = CudaSampler(ops.kernels, m.vocab_size, rows, rows, width=config.max_logprobs)
+        plan = config.layouts()["Plan"].sections
+        self._results = device_view(memory.plan + plan["results"].offset, (16 * rows,), cp.uint8)
+        self._top = tuple(
+            device_view(memory.plan + plan[name].offset, (rows, width), dtype)
+            for name, dtype in (("top_tokens", cp.int32), ("top_logprobs", cp.float32))
+        )
+        self._kernels = _step_kernels()
+        self._tuned: set[tuple[int, int, int, bool]] = set()
+
+    def _view_arrays(self, rows: int, tokens: int) -> None:
+        """What step_view makes of the plan."""
+        self.sizes = cp.zeros(4, cp.int32)
+        self.token_ids, self.positions = cp.zeros(tokens, cp.int32), cp.zeros(tokens, cp.int32)
+        self.kv_slots = cp.zeros(tokens, cp.int64)
+        self.row_starts, self.context_lens = cp.zeros(rows + 1, cp.int32), cp.zeros(rows, cp.int32)
+        self.table_rows, self.sample_tokens = cp.zeros(rows, cp.int32), cp.zeros(rows, cp.int32)
+        self.sample_rows = cp.zeros(rows * SAMPLE_ROW.itemsize, cp.uint8)
+        self.begun = cp.zeros(1, cp.uint64)
+        state = self.config.layouts()["State"].sections
+        self._tables = device_view(
+            self._memory.state + state["block_tables"].offset, (self.config.max_rows, self.config.max_pages), cp.uint32
+        )
+
+    def _activations(self, rows: int, tokens: int) -> None:
+        ops, m = self._ops, self.network.config
+        width = m.num_heads + 2 * m.num_kv_heads
+        self.x, self._h = ops.empty(tokens, m.hidden_size), ops.empty(tokens, m.hidden_size)
+        self._delta = ops.empty(tokens, m.hidden_size)
+        self._qkv = ops.empty(tokens, width * m.head_dim)
+        self._attended = ops.empty(tokens, m.num_heads * m.head_dim)
+        self._both = ops.empty(tokens, 2 * m.intermediate_size)
+        self._acted = ops.empty(tokens, m.intermediate_size)
+        self._picked, self._final = ops.empty(rows, m.hidden_size), ops.empty(rows, m.hidden_size)
+        self.logits = cp.empty((rows, -(-m.vocab_size // 4) * 4), cp.float32)
+        e = m.experts
+        self._moe = None
+        if e is not None:
+            self._moe = CudaMoe(
+                ops.kernels, ops.gemm, e.count, e.top_k, m.hidden_size, e.intermediate_size, tokens, ops.storage
+            )
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def run(self, bucket: Bucket, *, resident: bool = False) -> None:
+        """Launch the step; it may be captured. What is there of it is read on the device, padded to ``bucket``.
+
+        resident: the scheduler's block keeps a multiprocessor meanwhile.
+        """
+        ops, tokens = self._ops, bucket.tokens
+        ops.kernels.reserved = int(resident)
+        self._launch_view(bucket)
+        x, h, delta = self.x[:tokens], self._h[:tokens], self._delta[:tokens]
+        ops.embedding(self.network.embedding, self.token_ids[:tokens], x)
+        arrays = StepArrays(
+            self.sizes, self.row_starts[: bucket.rows + 1], self.context_lens[: bucket.rows], self._tables,
+            self.table_rows[: bucket.rows],
+        )  # fmt: skip
+        for plan in self._plans.values():
+            plan.make(arrays)
+        eps = self.network.config.rms_norm_eps
+        fused = ops.gemm.norms(tokens, self._hidden)
+        pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
+        for index, layer in enumerate(self.network.layers):
+            if not fused:
+                self._norm(x, pending, layer.attention_norm, h)
+            pending = self._attend(index, layer, bucket, x if fused else h, fused)
+            if not fused:
+                self._norm(x, pending, layer.mlp_norm, h)
+            pending = self._mlp(layer, tokens, x if fused else h, fused)
+        if pending is not None:
+            ops.add(x, delta)
+        picked, final = self._picked[: bucket.samples], self._final[: bucket.samples]
+        logits = self.logits[: bucket.samples]
+        ops.gather_rows(x, self.sample_tokens[: bucket.samples], picked)
+        ops.rms_norm(picked, self.network.norm, eps, final)
+        ops.linear(final, self.network.head, logits)
+        self._sampler(logits, self.sample_rows, self.sizes, self._results, *self._top)
+        self._launch_end(bucket)
+
+    def _attend(self, index: int, layer: CudaLayer, bucket: Bucket, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
+        ops, m, tokens = self._ops, self.network.config, bucket.tokens
+        norm = Norm(layer.attention_norm, m.rms_norm_eps) if fused else None
+        qkv, attended = self._qkv[:tokens], self._attended[:tokens]
+        ops.linear(h, layer.qkv, qkv, norm=norm)
+        shaped = qkv.reshape(tokens, -1, m.head_dim)
+        keys, values = self._keys[index], self._values[index]
+        ops.rope_append(
+            shaped, self._shape, self.positions[:tokens], self.kv_slots[:tokens], self.network.tables, keys, values,
+            norm=layer.qk_norm, eps=m.rms_norm_eps,
+        )  # fmt: skip
+        ops.paged_attention(
+            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode
+        )
+        return self._project(attended, layer.out, tokens)
+
+    def _mlp(self, layer: CudaLayer, tokens: int, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
+        ops, m = self._ops, self.network.config
+        norm = Norm(layer.mlp_norm, m.rms_norm_eps) if fused else None
+        x = self.x[:tokens]
+        if layer.experts is not None:
+            assert self._moe is not None
+            assert m.experts is not None
+            e = layer.experts
+            self._moe(
+                h, e.router, e.gate_up, e.down, self.sizes, x, normalize=m.experts.normalize, residual=x, norm=norm,
+                normed=self._h[:tokens],
+            )  # fmt: skip
+            return None
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        acted = self._acted[:tokens]
+        ops.gate_up_silu(h, layer.gate_up, acted, self._both[:tokens], norm=norm)
+        return self._project(acted, layer.down, tokens)
+
+    def _project(self, x: cp.ndarray, weight: CudaWeight, tokens: int) -> cp.ndarray | None:
+        """Own kernels add to the residual stream; cuBLASLt's product is added by the norm that follows, which costs
+        less than its epilogue."""
+        if self._ops.dtype == "float32" or tokens <= self._ops.gemm.skinny_rows:
+            self._ops.linear(x, weight, self.x[:tokens], self.x[:tokens])
+            return None
+        return self._ops.linear(x, weight, self._delta[:tokens])
+
+    def _norm(self, x: cp.ndarray, pending: cp.ndarray | None, weight: cp.ndarray, out: cp.ndarray) -> None:
+        eps = self.network.config.rms_norm_eps
+        if pending is None:
+            self._ops.rms_norm(x, weight, eps, out)
+        else:
+            self._ops.add_rms_norm(x, pending, weight, eps, out)
+
+    # -- its ends ------------------------------------------------------------------------------------------------------
+
+    def _launch_view(self, bucket: Bucket) -> None:
+        state, plan = (self.config.layouts()[name].sections for name in ("State", "Plan"))
+
+        def of(region: Mapping[str, Any], base: int, name: str) -> int:
+            return base + int(region[name].offset)
+
+        p, s = self._memory.plan, self._memory.state
+        params = StepViewParams(
+            of(state, s, "config"), of(plan, p, "header"), of(plan, p, "rows"), of(plan, p, "token_ids"),
+            of(plan, p, "positions"), of(plan, p, "kv_slots"), of(state, s, "sampling"), of(state, s, "bias"),
+            of(state, s, "tokens"), of(state, s, "masks"),
+            *(int(a.data.ptr) for a in (self.sizes, self.token_ids, self.positions, self.kv_slots, self.row_starts)),
+            *(int(a.data.ptr) for a in (self.context_lens, self.table_rows, self.sample_tokens, self.sample_rows)),
+            int(self.begun.data.ptr), bucket.rows, bucket.tokens, bucket.samples,
+        )  # fmt: skip
+        self._kernels["step_view"].launch(1, 256, params, dependent=False)
+
+    def _launch_end(self, bucket: Bucket) -> None:
+        plan = self.config.layouts()["Plan"].sections
+        header = self._memory.plan + plan["header"].offset
+        if self._capture is not None:
+            params = CaptureParams(
+                header, self._memory.plan + plan["rows"].offset, self._memory.plan + plan["results"].offset,
+                int(self.sample_rows.data.ptr), int(self.sizes.data.ptr), int(self.logits.data.ptr),
+                self.logits.shape[1], self._capture.records, self.network.config.vocab_size,
+                record_dtype(self.network.config.vocab_size).itemsize,
+            )  # fmt: skip
+            self._kernels["capture_rows"].launch(bucket.samples, 256, params, dependent=False)
+            end = CaptureEndParams(
+                int(self.sizes.data.ptr), header, self._capture.offered, self._capture.taken, CAPTURE_LIMIT_NS
+            )
+            self._kernels["capture_end"].launch(1, 32, end, dependent=False)
+        launch_end(self._kernels, header, self._memory, self.begun, list(self._plans.values()))
+
+    def tune(self, bucket: Bucket, *, resident: bool = False) -> None:
+        """Times cuBLASLt's algorithms for the products of a bucket and keeps the fastest; own kernels have none."""
+        ops, layers = self._ops, self.network.layers[:TUNED_LAYERS]
+        ops.kernels.reserved = int(resident)
+        if ops.dtype == "float32":
+            return
+        shapes = [(bucket.tokens, [layer.qkv for layer in layers]), (bucket.tokens, [layer.out for layer in layers])]
+        shapes += [
+            (bucket.tokens, [w for w in (getattr(layer, part) for layer in layers) if w is not None])
+            for part in ("gate_up", "down")
+        ]
+        shapes.append((bucket.samples, [self.network.head]))
+        for rows, weights in shapes:
+            if rows <= ops.gemm.skinny_rows or not weights:
+                continue
+            n, k = weights[0].nk.shape
+            key = (rows, n, k, resident)
+            if key in self._tuned:
+                continue
+            self._tuned.add(key)
+            x = (cp.random.randint(0, 1 << 16, (rows, k), dtype=cp.uint16) & 0x80FF) + 0x3C00
+            logits = weights[0] is self.network.head
+            out = self.logits[:rows] if logits else ops.empty(rows, n)
+            ops.gemm.library().tune(x.view(ops.storage), weights, out, 3)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the step's buffers."""
+        arrays = [v for v in vars(self).values() if isinstance(v, cp.ndarray) and v.base is None]
+        total = sum(int(a.nbytes) for a in arrays) + self._sampler.nbytes + sum(p.nbytes for p in self._plans.values())
+        return total - int(self._keys.nbytes + self._values.nbytes) if self._keys.base is None else total
+
+
+def launch_end(
+    kernels: dict[str, Kernel], header: int, memory: StepMemory, begun: cp.ndarray, plans: list[CudaAttentionPlan]
+) -> None:
+    """The kernel that says that a step is over; nothing may follow it in the graph."""
+    counts = [int(plan.counts.data.ptr) for plan in plans]
+    params = StepEndParams(
+        header, memory.done, int(begun.data.ptr), memory.times, (ctypes.c_void_p * MAX_PLANS)(*counts), len(counts),
+        memory.time_slots,
+    )  # fmt: skip
+    kernels["step_end"].launch(1, 32, params, dependent=False)
+
+
+class NoopStep:
+    """The no-op model on the GPU, for the protocol's tests and the scheduler's own cost."""
+
+    def __init__(self, config: EngineConfig, memory: StepMemory, step_us: float = 0.0) -> None:
+        """step_us: how long a step takes at least."""
+        self._config, self._memory, self._spin_ns = config, memory, int(step_us * 1e3)
+        self._begun = cp.zeros(1, cp.uint64)
+        self._kernels = _step_kernels()
+        self.nbytes = 0
+
+    def run(self, bucket: Bucket, *, resident: bool = False) -> None:
+        """Launch the step; it may be captured."""
+        plan = {name: self._memory.plan + s.offset for name, s in self._config.layouts()["Plan"].sections.items()}
+        params = NoopParams(
+            plan["header"], plan["rows"], plan["results"], plan["top_tokens"], plan["top_logprobs"],
+            self._config.max_logprobs, int(self._begun.data.ptr), self._spin_ns,
+        )  # fmt: skip
+        self._kernels["step_noop"].launch(1, 256, params, dependent=False)
+        launch_end(self._kernels, plan["header"], self._memory, self._begun, [])
+
+
+def _step_kernels() -> dict[str, Kernel]:
+    found = {}
+    for file, names in (
+        ("step_view.cu", ("step_view",)),
+        ("step_end.cu", ("step_end", "step_noop", "capture_rows", "capture_end")),
+    ):
+        module = cp.RawModule(code=source(file), backend="nvrtc", options=step_options())
+        for name in names:
+            found[name] = Kernel(name, module.get_function(name))
+    return found
+
+
+def poisoned_pool(network: CudaNetwork, config: EngineConfig) -> cp.ndarray:
+    """A KV pool [2, layers, pages, page_size, kv_heads, head_dim] full of NaN (design section 5)."""
+    m = network.config
+    shape = (2, m.num_layers, config.pages, config.page_size, m.num_kv_heads, m.head_dim)
+    pool = cp.empty(shape, network.ops.storage)
+    poison(pool, network.ops.dtype)
+    return pool
+
+
+def poison(pool: cp.ndarray, dtype: str) -> None:
+    """Fills a KV pool of an element type with NaN."""
+    pool.fill(0x7FC0 if dtype == "bfloat16" else np.nan)

@@ -1,0 +1,452 @@
+"""Who drives the step graphs: the host's scheduler thread, or the resident scheduler on the GPU [design 6].
+
+Both run the same scheduler source over the same regions, and launch the same graphs. `HostDriven` is what everybody
+does, kept as the control and for tools that serialise kernels (compute-sanitizer, profilers). `DeviceDriven` needs the
+host for nothing once `serve` has launched it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from cuda.bindings import driver
+
+from blink_core import _native
+from blink_core.abi.capture import record_dtype
+from blink_core.abi.config import EngineConfig
+from blink_core.abi.definition import STATUS_LINE
+from blink_core.abi.enums import EngineState, StepStatus
+from blink_core.ops.cuda_modules import Kernel, check
+from blink_core.ops.cuda_sources import source
+from blink_core.runtime.cpu import CpuRuntime, ModelStep, noop_step
+from blink_core.runtime.cuda_graphs import StepGraphs, address_table, capture, instantiate
+from blink_core.runtime.cuda_memory import Pinned, device_view
+from blink_core.runtime.cuda_model import CudaNetwork
+from blink_core.runtime.cuda_step import (
+    Bucket,
+    CaptureMemory,
+    CudaStep,
+    NoopStep,
+    StepMemory,
+    buckets_of,
+    poison,
+    poisoned_pool,
+)
+from blink_core.runtime.memory import OwnedMemory
+from blink_core.runtime.nvrtc import DEVICE, serve_options
+from blink_core.runtime.serve_abi import (
+    BUCKET,
+    FAILURE_TEXT,
+    MAX_BUCKETS,
+    MIRROR,
+    REPORT,
+    SAMPLE,
+    SERVE_BYTES,
+    SERVE_DONE,
+    Failure,
+    ServeParams,
+)
+from blink_core.transport.shm import Segment
+
+log = logging.getLogger("blink.cuda")
+
+TAIL_TOKENS = 512  # steps from here on want every multiprocessor: beside a resident block they lose a third
+MIRROR_LIMIT = 4 << 30  # bytes of KV, as float32, that are shown to verification
+LOOK_S = 0.2  # between two looks of the process that waits for the engine's end
+MIRROR_KIND = {"float32": 0, "bfloat16": 1, "float16": 2}
+THREADS = 256
+
+
+class EngineLost(RuntimeError):
+    """The scheduler's graph ended without having stopped, or the GPU reports an error: nothing runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """strategy: host, fire (fire-and-forget), tail (tail launch) or auto (by bucket). capture: file of the logits.
+
+    step_limit_s: a step that takes longer ends the engine. run_limit_s: the engine stops by itself; 0: never.
+    time_slots: steps whose times are kept, a power of two. mirror: show state and KV pages to verification.
+    tune: time cuBLASLt's algorithms at start. noop_step_us: how long a step of the no-op model takes at least.
+    """
+
+    strategy: str = "auto"
+    capture: Path | None = None
+    step_limit_s: float = 30.0
+    run_limit_s: float = 0.0
+    time_slots: int = 1 << 14
+    mirror: bool = True
+    tune: bool = True
+    noop_step_us: float = 0.0
+
+    def tail(self, bucket: Bucket) -> bool:
+        """Whether steps of a bucket are launched by tail launch."""
+        return self.strategy == "tail" or (self.strategy == "auto" and bucket.tokens >= TAIL_TOKENS)
+
+
+class CaptureWriter:
+    """Takes the logits that steps offer and appends them to the capture file (`abi.capture`), on a thread."""
+
+    def __init__(self, path: Path, vocab: int, rows: int) -> None:
+        self._bytes = record_dtype(vocab).itemsize
+        self._records = OwnedMemory("capture", rows * self._bytes)
+        self._words = OwnedMemory("capture-words", 16)
+        self._pinned = [Pinned(self._records), Pinned(self._words)]
+        self.memory = CaptureMemory(self._records.address, self._words.address, self._words.address + 8)
+        self._file = path.open("wb", buffering=0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="blink-capture", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._stop.is_set():
+            offer = _native.wait_word(self.memory.offered, seen, 100_000)
+            if offer == seen:
+                continue
+            self._file.write(self._records.buffer[: (offer & 0xFFFFFFFF) * self._bytes])
+            _native.store_release(self.memory.taken, offer >> 32)
+            seen = offer
+
+    def close(self) -> None:
+        """Ends the thread; the steps have ended before."""
+        self._stop.set()
+        self._thread.join()
+        self._file.close()
+        for pinned in self._pinned:
+            pinned.close()
+
+
+class _Built:
+    """KV pool, step and graphs over the scheduler's regions, whoever drives them, and what they took."""
+
+    def __init__(
+        self,
+        network: CudaNetwork | None,
+        config: EngineConfig,
+        memory: StepMemory,
+        options: LaunchOptions,
+        kv: cp.ndarray | None = None,
+    ) -> None:
+        device = options.strategy != "host"
+        begin = time.monotonic()
+        self.writer: CaptureWriter | None = None
+        self.step: CudaStep | NoopStep
+        if network is None:
+            self.kv = cp.zeros(1, cp.float32)
+            self.step = NoopStep(config, memory, options.noop_step_us)
+        else:
+            self.kv = poisoned_pool(network, config) if kv is None else kv
+            if options.capture is not None:
+                self.writer = CaptureWriter(options.capture, network.config.vocab_size, config.max_rows)
+            self.step = CudaStep(network, config, self.kv, memory, self.writer.memory if self.writer else None)
+            if options.tune:
+                for bucket in buckets_of(config):
+                    self.step.tune(bucket, resident=device and not options.tail(bucket))
+        tuned = time.monotonic()
+        self.graphs = StepGraphs(self.step, buckets_of(config), device=device, tail=options.tail)
+        if network is not None:
+            poison(self.kv, network.ops.dtype)  # the warm runs wrote to the page of padding rows
+            cp.cuda.Device().synchronize()
+        free, total = cp.cuda.runtime.memGetInfo()
+        self.report: dict[str, Any] = {
+            "strategy": options.strategy,
+            "dtype": network.ops.dtype if network else "none",
+            "weights_bytes": network.nbytes if network else 0,
+            "kv_bytes": int(self.kv.nbytes),
+            "step_bytes": self.step.nbytes,
+            "buckets": [g.bucket.name for g in self.graphs.graphs],
+            "graphs": len(self.graphs.graphs),
+            "executables": self.graphs.executables,
+            "graph_nodes": self.graphs.nodes,
+            "gpu_bytes_used": int(total - free),
+            "tune_seconds": round(tuned - begin, 3),
+            "capture_seconds": round(time.monotonic() - tuned, 3),
+        }
+
+
+def kv_shape(network: CudaNetwork | None, config: EngineConfig) -> tuple[int, ...]:
+    """[2 (k, v), layers, pages, page_size, kv_heads, head_dim]; empty for the no-op model."""
+    if network is None:
+        return (0,)
+    m = network.config
+    return (2, m.num_layers, config.pages, config.page_size, m.num_kv_heads, m.head_dim)
+
+
+def mirrored_bytes(network: CudaNetwork | None, config: EngineConfig, options: LaunchOptions) -> int:
+    """Bytes of the KV pool as verification sees it, float32; 0 if it does not."""
+    nbytes = 4 * int(np.prod(kv_shape(network, config)))
+    return nbytes if options.mirror and nbytes <= MIRROR_LIMIT else 0
+
+
+class HostDriven(CpuRuntime):
+    """The host's scheduler thread; state and plan in pinned memory, where the step reads and writes them."""
+
+    def __init__(self, config: EngineConfig, segment: str, network: CudaNetwork | None, options: LaunchOptions) -> None:
+        super().__init__(config, segment)
+        self._pinned = [Pinned(self.state), Pinned(self.plan)]
+        self.kv: OwnedMemory | None = None
+        pool: cp.ndarray | None = None
+        nbytes = mirrored_bytes(network, config, options)
+        if nbytes and network is not None and network.ops.dtype == "float32":
+            # The scheduler's thread holds by itself, without a word to us: the pages lie where verification reads them.
+            self.kv = OwnedMemory("kv", nbytes)
+            self._pinned.append(Pinned(self.kv))
+            pool = device_view(self.kv.address, kv_shape(network, config), cp.float32)
+            poison(pool, "float32")
+        done = cp.zeros(1, cp.uint64)
+        self._done = done
+        memory = StepMemory(self.state.address, self.plan.address, int(done.data.ptr))
+        self._built = _Built(network, config, memory, options, pool)
+        self.report = self._built.report
+
+    def serve(self, step: ModelStep = noop_step) -> None:
+        """As CpuRuntime's, with the graphs as the model step."""
+        super().serve(step)
+
+    def _run(self, step: ModelStep) -> StepStatus:
+        header = self._plan_views["header"][0]
+        sizes = (int(header["n_tokens"]), int(header["n_rows"]), int(header["n_samples"]))
+        try:
+            self._built.graphs.launch(self._built.graphs.choose(*sizes))
+        except Exception:
+            log.exception("model step failed")
+            return StepStatus.FAILED
+        return StepStatus(int(header["status"]))
+
+    def close(self) -> None:
+        super().close()
+        if self._built.writer is not None:
+            self._built.writer.close()
+        for pinned in self._pinned:
+            pinned.close()
+
+
+class DeviceDriven:
+    """The resident scheduler: rings and log in pinned memory, state and plan in device memory.
+
+    `state` and `kv` are copies for verification, made by the scheduler whenever it is held; `log` is the log itself.
+    """
+
+    def __init__(self, config: EngineConfig, segment: str, network: CudaNetwork | None, options: LaunchOptions) -> None:
+        """Builds everything but starts nothing. Raises TransportError, CudaError or cupy's errors."""
+        begin = time.monotonic()
+        self.config, self.options, self._network = config, options, network
+        self.layouts = config.layouts()
+        self.segment = Segment(segment, config.shared_nbytes())
+        self._pinned: list[Pinned] = []
+        self._built: _Built | None = None
+        self.report: dict[str, Any] = {}
+        try:
+            self._allocate()
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        self.report |= {"build_seconds": round(time.monotonic() - begin, 3)}
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _pin(self, memory: OwnedMemory | Segment) -> int:
+        self._pinned.append(Pinned(memory))
+        return self._pinned[-1].device
+
+    def _allocate(self) -> None:
+        config, layouts = self.config, self.layouts
+        self.segment.buffer[: config.pack().nbytes] = config.pack().tobytes()
+        self.log = OwnedMemory("log", layouts["Log"].nbytes)
+        self.state = OwnedMemory("state", layouts["State"].nbytes)
+        self._report = OwnedMemory("report", REPORT.itemsize)
+        slots = self.options.time_slots
+        self._samples = OwnedMemory("samples", slots * (SAMPLE.itemsize + 16))
+        for memory in (self.segment, self.log, self.state, self._report, self._samples):
+            self._pin(memory)
+        self.device_state = cp.zeros(layouts["State"].nbytes, cp.uint8)
+        self.device_plan = cp.zeros(layouts["Plan"].nbytes, cp.uint8)
+        self._serve = cp.zeros(SERVE_BYTES, cp.uint8)
+        self.kv: OwnedMemory | None = None
+        if nbytes := mirrored_bytes(self._network, config, self.options):
+            self.kv = OwnedMemory("kv", nbytes)
+            self.kv.array(np.float32, (nbytes // 4,)).fill(np.nan)
+            self._pin(self.kv)
+        control = layouts["Control"].sections
+        self._control = self.segment.address + control["control"].offset
+        self._status = self.segment.address + control["status"].offset
+
+    def _build(self) -> None:
+        slots = self.options.time_slots
+        memory = StepMemory(
+            state=int(self.device_state.data.ptr),
+            plan=int(self.device_plan.data.ptr),
+            done=int(self._serve.data.ptr) + SERVE_DONE,
+            times=self._samples.address + slots * SAMPLE.itemsize,
+            time_slots=slots,
+        )
+        module = cp.RawModule(code=source("serve_kernel.cu", DEVICE), backend="nvrtc", options=serve_options())
+        function = module.get_function("blink_serve")
+        # A multiprocessor's split of L1 and shared memory cannot change beside a resident block: with all of it shared,
+        # the step's kernels find a place there as on every other one.
+        function.preferred_shared_memory_carveout = 100
+        self._kernel = Kernel("blink_serve", function)
+        init = Kernel("blink_serve_init", module.get_function("blink_serve_init"))
+        self._built = _Built(self._network, self.config, memory, self.options)
+        self.report = self._built.report
+        stream = self.stream = self._built.graphs.stream
+        with stream:
+            init.launch(
+                1, 32, *(_address(a) for a in (self.segment.address, self.device_state, self.log.address)),
+                _address(self.device_plan), _address(self._serve), dependent=False,
+            )  # fmt: skip
+        stream.synchronize()
+        params = self._params()
+        cp.cuda.Device().synchronize()
+        graph = self._graph = capture(stream, lambda: self._launch(params))
+        self._executable = instantiate(graph, stream, device=True)
+        self.state.buffer[: self.device_state.nbytes] = cp.asnumpy(self.device_state).tobytes()
+
+    def _launch(self, params: ServeParams) -> None:
+        self._kernel.launch(1, THREADS, params, dependent=False)
+
+    def _params(self) -> ServeParams:
+        assert self._built is not None
+        graphs = self._built.graphs.graphs
+        if len(graphs) > MAX_BUCKETS:
+            raise ValueError(f"{len(graphs)} buckets, at most {MAX_BUCKETS}")
+        table = np.zeros(len(graphs), BUCKET)
+        first = 0
+        for i, g in enumerate(graphs):
+            b = g.bucket
+            table[i] = (b.tokens, b.rows, b.samples, b.decode, g.tail, first, len(g.executables), 0)
+            first += len(g.executables)
+        mirrors = self._mirrors()
+        self._tables = (cp.asarray(table.view(np.uint8)), address_table(graphs), cp.asarray(mirrors.view(np.uint8)))
+        header = self.state.address + self.layouts["State"].sections["header"].offset
+        return ServeParams(
+            self.segment.address, int(self.device_state.data.ptr), self.log.address, int(self.device_plan.data.ptr),
+            int(self._serve.data.ptr), self._report.address, *(int(t.data.ptr) for t in self._tables), header,
+            self._samples.address, len(graphs), len(mirrors) if self.options.mirror else 0, self.options.time_slots, 0,
+            int(self.options.step_limit_s * 1e9), int(self.options.run_limit_s * 1e9),
+        )  # fmt: skip
+
+    def _mirrors(self) -> Any:
+        assert self._built is not None
+        kv = self._built.kv
+        mirrors = [(int(self.device_state.data.ptr), self.state.address, self.device_state.nbytes, 0)]
+        if self.kv is not None and self._network is not None:
+            mirrors.append((int(kv.data.ptr), self.kv.address, int(kv.nbytes), MIRROR_KIND[self._network.ops.dtype]))
+        return np.array(mirrors, MIRROR)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Live requests end with ERROR DRAINING; `serve` returns."""
+        _native.store_release(self._control, 1)
+
+    def request_drain(self) -> None:
+        """New requests are refused, live ones finish."""
+        _native.store_release(self._control + 8, 1)
+
+    def status(self, field: str) -> int:
+        """A word of the status line, e.g. 'state'."""
+        return _native.load_acquire(self._status + STATUS_LINE.offsets()[field])
+
+    def start(self) -> None:
+        """Launches the scheduler's graph. From here on the host is needed for nothing."""
+        check(driver.cuGraphLaunch(self._executable, driver.CUstream(self.stream.ptr)), "cuGraphLaunch")
+
+    def ended(self) -> bool:
+        """Whether the engine has stopped. Raises EngineLost if it ended without that, or the GPU reports an error."""
+        if _native.load_acquire(self._report.address) != 0:
+            return True
+        (error,) = driver.cuStreamQuery(driver.CUstream(self.stream.ptr))
+        if error == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if _native.load_acquire(self._report.address) != 0:
+            return True
+        self._declare_lost()
+        raise EngineLost(f"the scheduler's graph has ended and the engine was not stopped: {error.name}")
+
+    def _declare_lost(self) -> None:
+        """Nobody on the GPU can say it any more: the rings' state lines get FAILED from here."""
+        layout = self.layouts["Ring"]
+        for ring in range(self.config.rings):
+            base = self.segment.address + self.layouts["Control"].nbytes + ring * layout.nbytes
+            _native.store_release(base + layout.sections["gpu"].offset + 32, int(EngineState.FAILED))
+        _native.store_release(self._status, int(EngineState.FAILED))
+
+    def failure(self) -> str | None:
+        """Why the engine failed, None if it did not."""
+        report = np.frombuffer(self._report.buffer, REPORT, 1)[0]
+        code = int(report["failure"])
+        if code == Failure.NONE:
+            return None
+        text = FAILURE_TEXT[Failure(code)]
+        return text.format(detail=int(report["failure_detail"]), step=int(report["failure_step"]))
+
+    def serve(self, on_failure: Callable[[str], None] = lambda why: None) -> None:
+        """Starts the engine and sleeps until it has stopped. Raises EngineLost."""
+        self.start()
+        told = False
+        while not self.ended():
+            if not told and (why := self.failure()) is not None:
+                log.error("engine failed: %s", why)
+                on_failure(why)
+                told = True
+            time.sleep(LOOK_S)
+        self.stream.synchronize()
+        report = np.frombuffer(self._report.buffer, REPORT, 1)[0]
+        counted = {name: int(report[name]) for name in ("executions", "launches", "refused", "steady")}
+        log.info("device launches: %s", json.dumps(counted))
+
+    def times(self) -> tuple[Any, Any]:
+        """Boundaries as SAMPLE records and (begun, ended) of the step graphs, uint64 [slots, 2]; ns, by step number."""
+        slots = self.options.time_slots
+        samples = np.frombuffer(self._samples.buffer, SAMPLE, slots)
+        times = np.frombuffer(self._samples.buffer, np.uint64, 2 * slots, slots * SAMPLE.itemsize).reshape(slots, 2)
+        return samples, times
+
+    def close(self) -> None:
+        """Stops the engine, waits for its end for a while, and unlinks the shared memory."""
+        if hasattr(self, "_executable") and hasattr(self, "_control"):
+            self.request_stop()
+            deadline = time.monotonic() + 5.0
+            while time.monotonic() < deadline:
+                (error,) = driver.cuStreamQuery(driver.CUstream(self.stream.ptr))
+                if error != driver.CUresult.CUDA_ERROR_NOT_READY:
+                    break
+                time.sleep(0.01)
+            else:
+                log.error("the scheduler has not ended; its memory stays registered until the process ends")
+                self.segment.close()
+                return
+        if self._built is not None and self._built.writer is not None:
+            self._built.writer.close()
+        self.segment.close()
+        for pinned in self._pinned:
+            pinned.close()
+
+
+def _address(value: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(value if isinstance(value, int) else int(value.data.ptr))
+
+
+Runtime = HostDriven | DeviceDriven
+
+
+def make_runtime(config: EngineConfig, segment: str, network: CudaNetwork | None, options: LaunchOptions) -> Runtime:
+    """The runtime of a strategy. Raises ValueError for an unknown one."""
+    if options.strategy == "host":
+        return HostDriven(config, segment, network, options)
+    if options.strategy in ("fire", "tail", "auto"):
+        return DeviceDriven(config, segment, network, options)
+    raise ValueError(f"launch strategy {options.strategy!r}: there are host, fire, tail and auto")

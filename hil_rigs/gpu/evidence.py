@@ -1,0 +1,165 @@
+"""Writes what was measured on a machine with a GPU: `python -m hil_rigs.gpu.evidence NAME [--only PART,...]`.
+
+`hil_rigs/evidence/NAME.json` gets the machine, driver, commit, date, a digest of the sources that the figures depend
+on, and each part's raw samples. Nothing else writes there. README rows name the file; once a covered source has changed
+they must say STALE, which `--mark` sees to and a test checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "hil_rigs" / "evidence"
+README = ROOT / "README.md"
+STALE = "STALE"
+# What a figure of the GPU engine depends on.
+COVERED = (
+    "blink_core/abi/*.py",
+    "blink_core/device/*.hpp",
+    "blink_core/device/*.cu",
+    "blink_core/device/kernels/*",
+    "blink_core/ops/cuda_*.py",
+    "blink_core/runtime/cuda_*.py",
+    "blink_core/runtime/launch.py",
+    "blink_core/runtime/serve_abi.py",
+    *(f"hil_rigs/gpu/{name}.py" for name in ("bench", "freeze", "runtime_check", "session")),
+)
+NOT_COVERED = ("kv_sanitizer.cu",)  # of another mode
+CHECK = ("-m", "hil_rigs.gpu.runtime_check", "--stage")
+BENCH = ("-m", "hil_rigs.gpu.bench")
+# Part -> arguments of Python, and seconds. `{out}`: a file that the part writes; without it, its RESULT line counts.
+PARTS: dict[str, tuple[tuple[str, ...], float]] = {
+    "noop-fire": ((*CHECK, "noop-fire"), 90),
+    "noop-tail": ((*CHECK, "noop-tail"), 60),
+    "gap-fire": ((*CHECK, "gap-fire"), 60),
+    "gap-tail": ((*CHECK, "gap-tail"), 60),
+    "gap-host": ((*CHECK, "gap-host"), 60),
+    "entry-fire": ((*CHECK, "entry-fire"), 60),
+    "freeze": (("-m", "hil_rigs.gpu.freeze", "--seconds", "0.7", "--out", "{out}"), 60),
+    "llama-auto": ((*BENCH, "--rounds", "3", "--out", "{out}"), 120),
+    "llama-tail": ((*BENCH, "--rounds", "2", "--launch", "tail", "--out", "{out}"), 120),
+    "llama-busy": ((*BENCH, "--rounds", "3", "--batches", "8", "--burners", "64", "--out", "{out}"), 120),
+    "qwen-moe": ((*BENCH, "--shape", "qwen3-30b-a3b", "--rounds", "3", "--batches", "1,8", "--out", "{out}"), 150),
+}
+
+
+def covered_files(root: Path = ROOT) -> list[Path]:
+    """The covered sources, sorted."""
+    found = {p for pattern in COVERED for p in root.glob(pattern) if p.is_file()}
+    return sorted(p for p in found if p.name not in NOT_COVERED)
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """SHA-256 over names and contents of the covered sources."""
+    digest = hashlib.sha256()
+    for path in covered_files(root):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def run_part(name: str) -> dict[str, Any]:
+    """One part in a process of its own, which is killed when its time is over."""
+    arguments, limit = PARTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "part.json"
+        command = [sys.executable, *(str(out) if a == "{out}" else a for a in arguments)]
+        print(f"{name}: {' '.join(command[1:])}", flush=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not over after {limit:.0f} s"}
+        lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        result = json.loads(out.read_text()) if out.exists() else json.loads(lines[-1]) if lines else None
+        shown = "\n".join(line for line in done.stdout.splitlines() if not line.startswith(("RESULT ", "{")))
+        print(shown[-1500:], flush=True)
+        if done.returncode != 0 or result is None:
+            return {"failed": f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}", "result": result}
+        return {"command": " ".join(arguments), "result": result}
+
+
+def commit_of(given: str | None) -> str:
+    """The commit, with `+` if the tree has changes; what was given where there is no repository."""
+    if given:
+        return given
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        changes = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def stale_rows(readme: str, folder: Path = FOLDER, root: Path = ROOT) -> list[tuple[int, bool]]:
+    """README's table rows that name an evidence file: (line number from 0, whether it must say STALE)."""
+    current = sources_digest(root)
+    found = []
+    for number, line in enumerate(readme.splitlines()):
+        if not line.startswith("|"):
+            continue
+        for path in folder.glob("*.json"):
+            if f"evidence/{path.name}" in line:
+                found.append((number, json.loads(path.read_text())["sources"]["digest"] != current))
+    return found
+
+
+def mark(readme: str, rows: list[tuple[int, bool]]) -> str:
+    """README with STALE put before the first cell's text, or taken away, as the rows need it."""
+    lines = readme.splitlines()
+    for number, stale in rows:
+        bare = lines[number].replace(f"| {STALE}: ", "| ", 1)
+        lines[number] = bare.replace("| ", f"| {STALE}: ", 1) if stale else bare
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", help="of the file")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder")
+    parser.add_argument("--mark", action="store_true", help="bring README's STALE marks up to date, and nothing else")
+    options = parser.parse_args(arguments)
+    if options.mark:
+        text = README.read_text(encoding="utf-8")
+        README.write_text(mark(text, stale_rows(text)), encoding="utf-8")
+        return 0
+    names = options.only.split(",")
+    if options.name is None or (unknown := set(names) - set(PARTS)):
+        parser.error(f"give a name, and parts of {', '.join(PARTS)}" + (f", not {unknown}" if options.name else ""))
+    from hil_rigs.gpu.machine import gpu_facts
+    from hil_rigs.probe import machine_facts
+
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "name": options.name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(options.commit),
+        "machine": machine_facts() | gpu_facts(),
+        "sources": {"digest": sources_digest(), "files": len(covered_files()), "patterns": COVERED},
+        "parts": {},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        record["parts"][name] = run_part(name)
+        (options.out / f"{options.name}.json").write_text(json.dumps(record) + "\n")
+    failed = [name for name, part in record["parts"].items() if "failed" in part]
+    print(f"{len(names) - len(failed)} of {len(names)} parts; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
