@@ -388,6 +388,7 @@ STATE_HEADER = Struct(
         Field("lru_tail", "i32", "most recently used one or -1"),
         Field("idle_cached", "u32", "cached pages without refs"),
         Field("next_ring", "u32", "ring whose turn it is in each class", PRIORITIES),
+        Field("clock_due", "u32", "call whose CLOCK entry is to be logged before its first: 1 poll, 2 boundary; 0: none"),
     ),
 )
 
@@ -437,6 +438,7 @@ PLAN_ROW = Struct(
         Field("slot", "u32"),
         Field("n_pages", "u32", "valid block-table entries"),
         Field("row", "u32", "row of State.block_tables, unchanged while the step runs"),
+        Field("serial", "u64", "the request's arrival: no other has it, while generations begin anew with an epoch"),
     ),
 )
 

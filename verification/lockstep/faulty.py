@@ -88,6 +88,7 @@ def submit(run: Runner, x: bytes) -> None:
         run.post(ring, slot, replace(good, **FIELDS[kind](c, good)))
         return
     run.post(ring, slot, torn(good, kind - len(FIELDS)))
+    d.arena(ring, good.prompt_offset, list(good.signed))  # where the payload is torn, its checksum is of another one
     d.fronts[ring].torn.append((slot, good))
 
 

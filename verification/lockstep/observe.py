@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -61,7 +62,15 @@ def observe(m: Machine, call: int) -> list[int]:
         m.tokens,
         m.lookups,
     ]
-    out += (m.hits, m.evictions, m.engine, m.live, int(m.plan is not None), len(m.idle), plan.committed_pages(m, []))
+    out += (
+        m.hits,
+        m.evictions,
+        m.engine,
+        m.live,
+        int(m.plan is not None),
+        len(m.idle),
+        plan.committed_pages(m, m.running),
+    )
     out += (-1, 0) if holder is None else (holder.ring.index * slots + holder.slot, m.reserved_since)
     out += m.turn
     for r in m.rings:
@@ -142,15 +151,16 @@ def _request(out: list[int], q: Request) -> None:
 
 def _pages(out: list[int], m: Machine) -> None:
     slots = m.config.slots
+    owners = {page: request for request in m.running for page in request.pages}
+    children = Counter(parent for parent, _ in m.cache)
     for page, state in enumerate(m.page_state):
         out.append(state)
         if state == PageState.OWNED:
-            owner = m.owner[page]
-            assert owner is not None
+            owner = owners[page]
             out += (owner.ring.index * slots + owner.slot, owner.generation)
         elif state == PageState.CACHED:
             key = m.key[page]
-            out += (m.holders[page], key[0], m.children[page])
+            out += (m.holders[page], key[0], children[page])
             out += key[1]
     _list(out, m.free)
     _list(out, m.quarantine)

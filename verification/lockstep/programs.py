@@ -146,7 +146,7 @@ class Runner:
             max_tokens=max_tokens,
             temperature=FLOATS[extra // 64],
             top_p=0.5 if extra & 64 else 1.0,
-            seed=x[6] // 16,
+            seed=x[6] // 16 * 0x1_0000_0001,  # both halves count
             choice=extra // 32,
             flags=flags,
             n_stop=(0, 0, 1, 2, 0, 0, 0, 8)[x[6] % 8],

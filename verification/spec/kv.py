@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blink_core.abi.enums import LogKind, PageState, SlotFlag
-from verification.spec.state import Request, State
+from verification.spec.state import ENGINE, Descriptor, Request, State
 
 
 def pages_of(s: State, tokens: int) -> int:
@@ -11,9 +11,9 @@ def pages_of(s: State, tokens: int) -> int:
     return -(-tokens // s.config.page_size)
 
 
-def most_pages(s: State, prompt_len: int, max_tokens: int) -> int:
+def most_pages(s: State, d: Descriptor) -> int:
     """Pages a request may need at most: its last token's KV is never computed (R7)."""
-    return pages_of(s, min(prompt_len + max_tokens, s.config.max_len) - 1)
+    return pages_of(s, min(d.prompt_len + d.max_tokens, s.config.max_len) - 1)
 
 
 def available(s: State) -> int:  # K3
@@ -22,28 +22,24 @@ def available(s: State) -> int:  # K3
 
 def take(s: State, request: Request) -> bool:
     """K2: one page for the request's table; False if there is none."""
+    if not s.free and not s.idle:
+        return False
     if not s.free:
-        if not s.idle:
-            return False
         evict(s, next(iter(s.idle)))
     page = s.free.pop()
     s.page_state[page] = PageState.OWNED
-    s.owner[page] = request
-    s.holders[page] = 1
     request.pages.append(page)
     s.note(LogKind.PAGE_ALLOC, request, page, len(request.pages) - 1)
     return True
 
 
 def evict(s: State, page: int) -> None:
-    assert not s.children[page], "design 5: only leaves are evicted"
-    key = s.key.pop(page)
-    del s.idle[page], s.cache[key]
-    s.children[key[0]] -= 1
+    assert all(parent != page for parent, _ in s.cache), "design 5: only leaves are evicted"
+    del s.idle[page], s.cache[s.key.pop(page)]
     s.evictions += 1
     s.page_state[page] = PageState.FREE
     s.free.append(page)
-    s.note(LogKind.PAGE_EVICT, None, page)
+    s.note(LogKind.PAGE_EVICT, ENGINE, page)
 
 
 def hold(s: State, request: Request, index: int, page: int) -> None:
@@ -71,8 +67,6 @@ def release(s: State, request: Request) -> int:
 def free_own(s: State, request: Request, page: int) -> None:
     """An OWNED page leaves its table: to the quarantine while a step runs (K4)."""
     in_flight = s.plan is not None
-    s.owner[page] = None
-    s.holders[page] = 0
     s.page_state[page] = PageState.QUARANTINED if in_flight else PageState.FREE
     (s.quarantine if in_flight else s.free).append(page)
     s.note(LogKind.PAGE_FREE, request, page, int(in_flight))
@@ -83,7 +77,7 @@ def end_quarantine(s: State) -> None:  # K5
         page = s.quarantine.pop()
         s.page_state[page] = PageState.FREE
         s.free.append(page)
-        s.note(LogKind.PAGE_UNQUARANTINE, None, page)
+        s.note(LogKind.PAGE_UNQUARANTINE, ENGINE, page)
 
 
 def shares(s: State, request: Request) -> bool:  # K8
@@ -114,14 +108,10 @@ def publish(s: State, request: Request) -> None:
     while (request.published + 1) * s.config.page_size <= request.computed:
         index = request.published
         parent = request.pages[index - 1] if index else 0
-        key = _key(s, request, index, parent)
-        own = request.pages[index]
+        key, own = _key(s, request, index, parent), request.pages[index]
         same = s.cache.get(key)
         if same is None:
-            s.cache[key] = own
-            s.key[own] = key
-            s.children[parent] += 1
-            s.owner[own] = None
+            s.cache[key], s.key[own], s.holders[own] = own, key, 1
             s.page_state[own] = PageState.CACHED
             s.note(LogKind.PAGE_PUBLISH, request, own, index, parent)
         else:

@@ -13,18 +13,13 @@ def write_event(s: State, ring: Ring, *fields: int) -> None:
     ring.cq_tail += 1
 
 
-def finish(s: State, request: Request, reason: FinishReason) -> None:
-    _end(s, request, LogKind.FINISH, EventKind.FINISH, reason, request.cached)  # L1
-
-
-def fail(s: State, request: Request, reason: ErrorReason) -> None:
-    _end(s, request, LogKind.ERROR, EventKind.ERROR, reason, -1)
-
-
-def _end(s: State, request: Request, entry: LogKind, kind: EventKind, reason: int, token: int) -> None:
-    emitted = request.emitted
+def end(s: State, request: Request, reason: FinishReason | ErrorReason) -> None:
+    """L1: the terminal event."""
+    finish, emitted = isinstance(reason, FinishReason), request.emitted
+    entry, kind = (LogKind.FINISH, EventKind.FINISH) if finish else (LogKind.ERROR, EventKind.ERROR)
     s.note(entry, request, reason, emitted, let_go(s, request))
-    write_event(s, request.ring, request.slot, kind, reason, request.generation, emitted, token, 0, s.step)
+    cached = request.cached if finish else -1
+    write_event(s, request.ring, request.slot, kind, reason, request.generation, emitted, cached, 0, s.step)
 
 
 def let_go(s: State, request: Request) -> int:
@@ -44,17 +39,16 @@ def let_go(s: State, request: Request) -> int:
 
 
 def give_up_reservation(s: State) -> None:
-    s.note(LogKind.RESERVATION, s.reserved, 0, s.boundaries - s.reserved_since)
+    if s.reserved is not None:
+        s.note(LogKind.RESERVATION, s.reserved, 0, s.boundaries - s.reserved_since)
     s.reserved = None
 
 
 def wait(request: Request) -> None:
     """Into its list by age (L2)."""
     waiting = request.ring.waiting[request.descriptor.priority]
-    at = len(waiting)
-    while at and waiting[at - 1].arrival > request.arrival:
-        at -= 1
-    waiting.insert(at, request)
+    waiting.append(request)
+    waiting.sort(key=lambda other: other.arrival)
 
 
 def preempt(s: State, request: Request) -> None:
@@ -63,8 +57,7 @@ def preempt(s: State, request: Request) -> None:
     s.running.remove(request)
     s.rows.append(row)
     released = kv.release(s, request)
-    request.state = RequestState.WAITING
-    request.row = -1
+    request.state, request.row = RequestState.WAITING, -1
     request.computed = request.published = 0
     request.preemptions += 1
     s.preemptions += 1
@@ -80,26 +73,24 @@ def by_index(s: State) -> list[Request]:
 def deadlines(s: State) -> None:  # L3
     for request in by_index(s):
         if request.expires and s.clock >= request.expires:
-            fail(s, request, ErrorReason.DEADLINE)
+            end(s, request, ErrorReason.DEADLINE)
 
 
 def lease(s: State, ring: Ring) -> None:  # L4
-    if not s.config.lease_us:
-        return
-    if ring.memory.lease != ring.lease:
+    checked = s.config.lease_us > 0
+    if checked and ring.memory.lease != ring.lease:
         ring.lease, ring.lease_at = ring.memory.lease, s.clock
         if ring.lapsed:
             ring.lapsed = 0
-            s.note_at(LogKind.LEASE, ring.index, 0, 0, 0, 0)
-    if ring.live and s.clock - ring.lease_at >= s.config.lease_us:
+            s.note(LogKind.LEASE, (ring.index, 0, 0), 0, 0)
+    if checked and ring.live and s.clock - ring.lease_at >= s.config.lease_us:
         lost = [request for request in ring.requests if request is not None]
         for request in lost:
-            fail(s, request, ErrorReason.LEASE_LOST)
-        s.note_at(LogKind.LEASE, ring.index, 0, 0, 1, len(lost))
-        ring.lapsed = 1
-        ring.lapses += 1
+            end(s, request, ErrorReason.LEASE_LOST)
+        s.note(LogKind.LEASE, (ring.index, 0, 0), 1, len(lost))
+        ring.lapsed, ring.lapses = 1, ring.lapses + 1
 
 
 def enter(s: State, state: EngineState) -> None:
     s.engine = state
-    s.note(LogKind.STATE, None, state)
+    s.note(LogKind.STATE, a=state)

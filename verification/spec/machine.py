@@ -16,10 +16,9 @@ from blink_core.abi.enums import (
     StepStatus,
 )
 from verification.spec import kv, life, plan, ring
-from verification.spec.state import PlanRow, Request, Result, State
+from verification.spec.state import ENGINE, PlanRow, Request, Result, State
 
-ERROR_OF = {StepStatus.NAN_LOGITS: ErrorReason.NAN_LOGITS, StepStatus.NO_TOKEN: ErrorReason.NO_TOKEN}
-ENDED = (EngineState.DRAINED, EngineState.STOPPED)
+ERROR_OF = {int(StepStatus.NAN_LOGITS): ErrorReason.NAN_LOGITS, int(StepStatus.NO_TOKEN): ErrorReason.NO_TOKEN}
 
 
 class Machine(State):
@@ -31,42 +30,36 @@ class Machine(State):
 
     def poll(self, now: int) -> None:
         """T4. `now` in microseconds."""
-        self.clock = max(self.clock, now)  # T2
+        self.begin(0, now)
         ring.poll(self)
 
     def boundary(self, now: int, results: Sequence[Result] = (), failed: bool = False) -> list[PlanRow]:
         """T3: ends the step in flight with its results, one a plan row; returns the rows of the next one, if any."""
-        self.clock = max(self.clock, now)
+        self.begin(1, now)
         self.boundaries += 1
         if self.plan is not None:
             commit(self, results, failed)
         life.deadlines(self)
         self.control()
-        if self.engine not in ENDED:
-            self._launch()
+        if self.live:
+            self.number = self.step + 1
+            rows = plan.make_plan(self)
+            if rows:
+                self.plan, self.step = rows, self.number
+                tokens = rows[-1].q_start + rows[-1].q_len
+                self.note(LogKind.STEP, ENGINE, len(rows), tokens, sum(row.sample for row in rows))
         return self.plan or []
-
-    def _launch(self) -> None:
-        if not self.live:
-            return
-        self.number = self.step + 1
-        rows = plan.make_plan(self)
-        if not rows:
-            return
-        self.plan, self.step = rows, self.number
-        tokens = rows[-1].q_start + rows[-1].q_len
-        self.note(LogKind.STEP, None, len(rows), tokens, sum(row.sample for row in rows))
 
     def control(self) -> None:
         if self.stop and self.engine != EngineState.STOPPED:  # L7
-            self.note(LogKind.CONTROL, None, 2)
+            self.note(LogKind.CONTROL, a=2)
             self.engine = EngineState.DRAINING
             for request in life.by_index(self):
-                life.fail(self, request, ErrorReason.DRAINING)
+                life.end(self, request, ErrorReason.DRAINING)
             ring.poll(self)
             life.enter(self, EngineState.STOPPED)
         elif self.drain and self.engine == EngineState.READY:  # L6
-            self.note(LogKind.CONTROL, None, 1)
+            self.note(LogKind.CONTROL, a=1)
             life.enter(self, EngineState.DRAINING)
         if self.engine == EngineState.DRAINING and not self.live:
             life.enter(self, EngineState.DRAINED)
@@ -83,46 +76,40 @@ def commit(s: State, results: Sequence[Result], failed: bool) -> None:
         request = row.request
         if request.state != RequestState.RUNNING:  # C1, L5; a request object is of one generation
             continue
-        if failed:  # C2
-            life.fail(s, request, ErrorReason.MODEL_ERROR)
-            continue
-        request.computed = row.context_len
-        if row.sample:
+        request.computed = row.context_len  # C2
+        if failed:
+            life.end(s, request, ErrorReason.MODEL_ERROR)
+        elif row.sample:
             take_result(s, request, results[at])
 
 
 def take_result(s: State, request: Request, result: Result) -> None:  # C3
     s.note(LogKind.RESULT, request, result.token, result.status, result.logprob)  # E4
     if result.status != StepStatus.OK or not 0 <= result.token < s.config.vocab:
-        status = StepStatus(result.status) if result.status in ERROR_OF else StepStatus.FAILED
-        life.fail(s, request, ERROR_OF.get(status, ErrorReason.MODEL_ERROR))
-        return
+        return life.end(s, request, ERROR_OF.get(result.status, ErrorReason.MODEL_ERROR))
     kv.publish(s, request)  # K6
     r, slot, generation = request.ring, request.slot, request.generation
-    count = request.descriptor.logprobs
-    for first in range(0, count, 2):
-        pairs = [value for pair in result.tops[first : min(first + 2, count)] for value in pair]
-        life.write_event(s, r, slot, EventKind.LOGPROBS, len(pairs) // 2, generation, *pairs)
+    for first in range(0, request.descriptor.logprobs, 2):
+        tops = result.tops[first : min(first + 2, request.descriptor.logprobs)]
+        pairs = [value for pair in tops for value in pair]
+        life.write_event(s, r, slot, EventKind.LOGPROBS, len(tops), generation, *pairs)
     s.note(LogKind.TOKEN, request, request.emitted, result.token)
-    fields = (generation, request.emitted, result.token, result.logprob, s.step)
-    life.write_event(s, r, slot, EventKind.TOKEN, 0, *fields)
+    emitted, token, logprob = request.emitted, result.token, result.logprob
+    life.write_event(s, r, slot, EventKind.TOKEN, 0, generation, emitted, token, logprob, s.step)
     request.tokens.append(result.token)
     request.emitted += 1
     s.tokens += 1
     reason = end_of(s, request, result.token)
     if reason is not None:
-        life.finish(s, request, reason)
+        life.end(s, request, reason)
 
 
 def end_of(s: State, request: Request, token: int) -> FinishReason | None:  # C4
-    d = request.descriptor
-    if request.emitted > d.min_tokens:
-        if token in s.config.eos_ids and not d.flags & SlotFlag.IGNORE_EOS:
-            return FinishReason.EOS
-        if token in d.stop_ids[: d.n_stop]:
-            return FinishReason.STOP_TOKEN
-    if request.emitted == d.max_tokens:
-        return FinishReason.LENGTH
-    if len(request.tokens) == s.config.max_len:
-        return FinishReason.CONTEXT
-    return None
+    d, stops = request.descriptor, request.emitted > request.descriptor.min_tokens
+    rules = (
+        (stops and token in s.config.eos_ids and not d.flags & SlotFlag.IGNORE_EOS, FinishReason.EOS),
+        (stops and token in d.stop_ids[: d.n_stop], FinishReason.STOP_TOKEN),
+        (request.emitted == d.max_tokens, FinishReason.LENGTH),
+        (len(request.tokens) == s.config.max_len, FinishReason.CONTEXT),
+    )
+    return next((reason for holds, reason in rules if holds), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blink_core.abi.definition import PRIORITIES
 from blink_core.abi.enums import Admission, LogKind, RequestState
 from verification.spec import kv, life
@@ -13,10 +15,10 @@ def make_plan(s: State) -> list[PlanRow]:
     rows: list[PlanRow] = []
     enforce_reservation(s)
     budget = s.config.token_budget
-    for at, request in enumerate(tuple(s.running)):
+    for request in tuple(s.running):
         if request.state != RequestState.RUNNING:
             continue
-        later = s.running[s.running.index(request) + 1 :] if at < len(s.running) else []
+        later = s.running[s.running.index(request) + 1 :]
         decodes = sum(len(other.tokens) - other.computed == 1 for other in later)  # P1
         planned = plan_request(s, rows, request, budget - decodes)
         if planned < 0:
@@ -45,19 +47,17 @@ def plan_request(s: State, rows: list[PlanRow], request: Request, budget: int) -
     request.paused = 0
     if not count:
         return 0
-    while len(request.pages) < kv.pages_of(s, request.computed + count):  # P4
+    context_len, sample = request.computed + count, int(count == remaining)
+    while len(request.pages) < kv.pages_of(s, context_len):  # P4
         if not kv.take(s, request):
             victim = paused_row(s) or s.running[-1]
             life.preempt(s, victim)
             if victim is request:
                 return -1
     start = rows[-1].q_start + rows[-1].q_len if rows else 0
-    sample = int(count == remaining)
-    row = PlanRow(request, start, count, request.computed + count, sample, request.emitted)
-    rows.append(row)
-    if sample:
-        request.ring.planned += request.event_cost
-    s.note(LogKind.PLAN_ROW, request, count, row.context_len, request.row)
+    rows.append(PlanRow(request, start, count, context_len, sample, request.emitted))
+    request.ring.planned += sample * request.event_cost
+    s.note(LogKind.PLAN_ROW, request, count, context_len, request.row)
     return count
 
 
@@ -66,34 +66,24 @@ def paused_row(s: State) -> Request | None:
     return next((r for r in reversed(s.running) if r.paused >= s.config.paused_limit), None)
 
 
-def fits(s: State, request: Request, without: list[Request] | None = None) -> bool:
-    """A3; `without` those running requests, each of whose pages counts as available (A6)."""
-    gone = without or []
+def fits(s: State, request: Request, gone: Sequence[Request] = ()) -> bool:
+    """A3; without the running requests `gone`, each of whose pages counts as available (A6)."""
     found = kv.hit(s, request)
-    idle_found = sum(page in s.idle for page in found)
-    spare = kv.available(s) + sum(len(other.pages) for other in gone)
-    if not s.rows and not gone:
+    needed = kv.pages_of(s, len(request.tokens)) - len(found) + sum(page in s.idle for page in found)
+    if not (s.rows or gone) or needed > kv.available(s) + sum(len(other.pages) for other in gone):
         return False
-    if kv.pages_of(s, len(request.tokens)) - len(found) + idle_found > spare:
-        return False
-    if s.config.admission == Admission.RESERVE:
-        return committed_pages(s, gone) + _most(s, request) <= s.config.pages - 2
-    return True
+    together = [request, *(other for other in s.running if other not in gone)]
+    return s.config.admission != Admission.RESERVE or committed_pages(s, together) <= s.config.pages - 2
 
 
-def _most(s: State, request: Request) -> int:
-    return kv.most_pages(s, request.descriptor.prompt_len, request.descriptor.max_tokens)
-
-
-def committed_pages(s: State, gone: list[Request]) -> int:
-    """Most pages of all running requests but some."""
-    return sum(_most(s, other) for other in s.running if other not in gone)
+def committed_pages(s: State, requests: Sequence[Request]) -> int:
+    """The most pages that these may need together."""
+    return sum(kv.most_pages(s, request.descriptor) for request in requests)
 
 
 def cost(s: State, request: Request) -> int:  # A2
-    if request.admitted:
-        return 0
-    return min(request.descriptor.prompt_len + request.descriptor.max_tokens, s.config.max_len)
+    d = request.descriptor
+    return 0 if request.admitted else min(d.prompt_len + d.max_tokens, s.config.max_len)
 
 
 def admit(s: State, rows: list[PlanRow], budget: int) -> None:
@@ -126,8 +116,7 @@ def admit(s: State, rows: list[PlanRow], budget: int) -> None:
 
 def hold_reservation(s: State, request: Request) -> None:  # A5
     if s.reserved is not request:
-        if s.reserved is not None:
-            life.give_up_reservation(s)
+        life.give_up_reservation(s)
         s.reserved, s.reserved_since = request, s.boundaries
         s.note(LogKind.RESERVATION, request, 1, 0)
 
@@ -165,22 +154,20 @@ def pass_turn(s: State, level: int, passed: set[Ring]) -> None:  # A2
 
 def start(s: State, request: Request) -> None:
     """A4: WAITING -> RUNNING."""
-    request.ring.deficit[request.descriptor.priority] -= cost(s, request)
-    request.ring.waiting[request.descriptor.priority].remove(request)
+    level = request.descriptor.priority
+    request.ring.deficit[level] -= cost(s, request)
+    request.ring.waiting[level].remove(request)
     if s.reserved is request:
         life.give_up_reservation(s)
-    request.row = s.rows.pop()
-    request.state = RequestState.RUNNING
+    request.state, request.row = RequestState.RUNNING, s.rows.pop()
     request.paused = request.mask_index = 0
-    s.running.append(request)
-    s.running.sort(key=lambda r: r.order)  # L2
+    s.running = sorted([*s.running, request], key=lambda r: r.order)  # L2
     s.admissions += 1
     found = kv.hit(s, request)  # K7
     for index, page in enumerate(found):
         kv.hold(s, request, index, page)
         request.pages.append(page)
-    request.published = len(found)
-    request.computed = len(found) * s.config.page_size
+    request.published, request.computed = len(found), len(found) * s.config.page_size
     if not request.admitted:
         request.cached = request.computed  # L1
     if kv.shares(s, request):
@@ -203,7 +190,7 @@ def enforce_reservation(s: State) -> None:  # A6
     if not has_credits(s, holder):
         return life.give_up_reservation(s)
     after = [request for request in s.running if request.order > holder.order]
-    if fits(s, holder) or not after or not fits(s, holder, after):
+    if fits(s, holder) or not fits(s, holder, after):
         return
     while after and not fits(s, holder):
         life.preempt(s, after.pop())

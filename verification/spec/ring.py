@@ -41,14 +41,10 @@ def poll(s: State) -> None:  # T4
             life.lease(s, ring)
             entries(s, ring)
     masks(s)
-    publish(s)
-    s.heartbeat += 1
-
-
-def publish(s: State) -> None:  # R9
-    for ring in s.rings:
+    for ring in s.rings:  # R9
         ring.memory.sq_head, ring.memory.cq_tail = ring.sq_next, ring.cq_tail
         ring.cq_published = ring.cq_tail
+    s.heartbeat += 1
 
 
 def follow_epoch(s: State, ring: Ring) -> None:  # R2
@@ -58,11 +54,10 @@ def follow_epoch(s: State, ring: Ring) -> None:  # R2
     ring.judged = [0] * s.config.slots
     ring.sq_next = ring.cq_tail = ring.cq_published = ring.cq_head = 0
     ring.deficit = [0] * PRIORITIES
-    ring.lapsed = 0
-    ring.torn_since = None
+    ring.lapsed, ring.torn_since = 0, None
     s.events = [event for event in s.events if event[0] != ring.index]
     ring.epoch, ring.lease, ring.lease_at = ring.memory.epoch, ring.memory.lease, s.clock
-    s.note_at(LogKind.EPOCH, ring.index, 0, 0, ring.epoch, len(gone))
+    s.note(LogKind.EPOCH, (ring.index, 0, 0), ring.epoch, len(gone))
     if s.plan is None:
         ring.memory.epoch_ack = ring.epoch
 
@@ -72,106 +67,92 @@ def credits(s: State, ring: Ring) -> None:  # R4
     if ring.cq_head <= head <= ring.cq_published:
         if head != ring.cq_head:
             ring.cq_head = head
-            s.note_at(LogKind.CREDITS, ring.index, 0, 0, head, head >> 32)
+            s.note(LogKind.CREDITS, (ring.index, 0, 0), head, head >> 32)
     elif head:
         ring.bad_heads += 1
 
 
 def entries(s: State, ring: Ring) -> None:
-    config = s.config
-    for _ in range(config.sq_entries):  # R5
-        word = ring.memory.sq[ring.sq_next % config.sq_entries]
-        if word & SEQ != ring.sq_next % SEQ + 1:  # R3
-            return
-        op = word >> SQ_OP_SHIFT & 15
-        slot = word >> SQ_SLOT_SHIFT & 4095
+    for _ in range(s.config.sq_entries):  # R5
+        index = ring.sq_next
+        word = ring.memory.sq[index % s.config.sq_entries]
+        op, slot = word >> SQ_OP_SHIFT & 15, word >> SQ_SLOT_SHIFT & 4095
         generation = word >> SQ_GENERATION_SHIFT & GENERATION
-        unconsumed = ring.cq_tail - ring.cq_head
-        if op != Op.CANCEL and unconsumed + ring.planned + ring.live + 1 > config.cq_entries:  # R5
+        credits_needed = ring.cq_tail - ring.cq_head + ring.planned + ring.live + 1
+        if word & SEQ != index % SEQ + 1 or (op != Op.CANCEL and credits_needed > s.config.cq_entries):  # R3, R5
             return
-        reason: ErrorReason | None = ErrorReason.BAD_ENTRY
-        duplicate = torn = False
-        if op == Op.SUBMIT and slot < config.slots:
-            if generation == ring.judged[slot]:
-                duplicate = True
-            else:
-                reason, torn = judge(s, ring, slot, generation)
+        duplicate, reason, torn = judge(s, ring, op, slot, generation)
         if torn:  # R8
             if ring.torn_since is None:
                 ring.torn_since = s.clock
                 ring.torn += 1
-            if s.clock - ring.torn_since < config.visibility_us:
+            if s.clock - ring.torn_since < s.config.visibility_us:
                 return
-        index, ring.sq_next, ring.torn_since = ring.sq_next, ring.sq_next + 1, None
-        s.note_at(LogKind.SQ_ENTRY, ring.index, slot, generation, word, word >> 32, index)
+        ring.sq_next, ring.torn_since = index + 1, None
+        s.note(LogKind.SQ_ENTRY, (ring.index, slot, generation), word, word >> 32, index)
         ring.lease_at = s.clock  # R10
         if op == Op.CANCEL:
             cancel(s, ring, slot, generation, index)
         elif duplicate:
             ring.duplicates += 1
         elif reason is None:
-            accept(s, ring, slot, generation, index)
+            accept(s, ring, slot, index)
         else:
             refuse(s, ring, slot, generation, index, reason)
 
 
-def judge(s: State, ring: Ring, slot: int, generation: int) -> tuple[ErrorReason | None, bool]:
-    """R6 after the duplicate check: why a SUBMIT is refused, and whether only because it is torn."""
-    d, words = ring.memory.slots[slot], ring.memory.arena
+def judge(s: State, ring: Ring, op: int, slot: int, generation: int) -> tuple[bool, ErrorReason | None, bool]:
+    """R6: whether an entry repeats the newest one judged, why it is refused, and whether only because it is torn."""
+    if op != Op.SUBMIT or slot >= s.config.slots:
+        return False, ErrorReason.BAD_ENTRY, False
+    if generation == ring.judged[slot]:
+        return True, None, False
     if not newer(generation, ring.judged[slot]):
-        return ErrorReason.BAD_GENERATION, False
+        return False, ErrorReason.BAD_GENERATION, False
     if ring.requests[slot] is not None:
-        return ErrorReason.SLOT_BUSY, False
+        return False, ErrorReason.SLOT_BUSY, False
     if s.engine != EngineState.READY:
-        return ErrorReason.DRAINING, False
-    if not d.intact:
-        return ErrorReason.CHECKSUM, True
-    if d.generation != generation:
-        return ErrorReason.BAD_GENERATION, True
+        return False, ErrorReason.DRAINING, False
+    d = ring.memory.slots[slot]
+    if not d.intact or d.generation != generation:
+        return False, ErrorReason.BAD_GENERATION if d.intact else ErrorReason.CHECKSUM, True
     reason = bad_field(s, d)
     if reason is not None:
-        return reason, False
-    payload = tuple(words[d.prompt_offset : d.prompt_offset + d.prompt_len + 2 * d.n_bias])
+        return False, reason, False
+    payload = tuple(ring.memory.arena[d.prompt_offset : d.prompt_offset + d.prompt_len + 2 * d.n_bias])
     if payload != d.signed:
-        return ErrorReason.CHECKSUM, True
-    ids = payload[: d.prompt_len] + payload[d.prompt_len :: 2]
-    if any(not 0 <= token < s.config.vocab for token in ids):
-        return ErrorReason.BAD_TOKEN, False
-    if any(bits & 0x7F800000 == 0x7F800000 for bits in payload[d.prompt_len + 1 :: 2]):  # infinite or NaN
-        return ErrorReason.BAD_PARAM, False
-    return None, False
+        return False, ErrorReason.CHECKSUM, True
+    if any(not 0 <= token < s.config.vocab for token in payload[: d.prompt_len] + payload[d.prompt_len :: 2]):
+        return False, ErrorReason.BAD_TOKEN, False
+    infinite = any(bits & 0x7F800000 == 0x7F800000 for bits in payload[d.prompt_len + 1 :: 2])  # or NaN
+    return False, ErrorReason.BAD_PARAM if infinite else None, False
 
 
-def bad_field(s: State, d: Descriptor) -> ErrorReason | None:  # R7
-    c = s.config
-    if not (1 <= d.prompt_len < c.max_len and 1 <= d.max_tokens <= c.max_len):
-        return ErrorReason.BAD_LENGTH
-    if d.prompt_offset + d.prompt_len > c.arena_tokens:
-        return ErrorReason.BAD_EXTENT
-    if d.n_bias > c.max_bias:
-        return ErrorReason.BAD_PARAM
-    if d.prompt_offset + d.prompt_len + 2 * d.n_bias > c.arena_tokens:
-        return ErrorReason.BAD_EXTENT
-    masked = d.flags & SlotFlag.MASKED
+def bad_field(s: State, d: Descriptor) -> ErrorReason | None:
+    """R7: the reason of the first rule that a descriptor breaks."""
+    c, masked, end = s.config, d.flags & SlotFlag.MASKED, d.prompt_offset + d.prompt_len
     floats = d.temperature, d.repetition_penalty, d.presence_penalty, d.frequency_penalty
     good = all(map(isfinite, floats)) and d.temperature >= 0 and d.repetition_penalty > 0
     good = good and 0 < d.top_p <= 1 and 0 <= d.min_p <= 1
     good = good and d.min_tokens <= d.max_tokens and d.priority < PRIORITIES and d.n_stop <= MAX_STOP_IDS
     good = good and d.logprobs <= c.max_logprobs and 1 + (d.logprobs + 1) // 2 + c.slots <= c.cq_entries
     good = good and not d.flags & ~KNOWN_FLAGS and (d.mask_box < c.masks if masked else d.mask_box == 0)
-    if not good:
-        return ErrorReason.BAD_PARAM
-    if any(not 0 <= token < c.vocab for token in d.stop_ids[: d.n_stop]):
-        return ErrorReason.BAD_TOKEN
-    if kv.most_pages(s, d.prompt_len, d.max_tokens) > c.pages - 2:
-        return ErrorReason.NEVER_FITS
-    return None
+    rules = (
+        (1 <= d.prompt_len < c.max_len and 1 <= d.max_tokens <= c.max_len, ErrorReason.BAD_LENGTH),
+        (end <= c.arena_tokens, ErrorReason.BAD_EXTENT),
+        (d.n_bias <= c.max_bias, ErrorReason.BAD_PARAM),
+        (end + 2 * d.n_bias <= c.arena_tokens, ErrorReason.BAD_EXTENT),
+        (good, ErrorReason.BAD_PARAM),
+        (all(0 <= token < c.vocab for token in d.stop_ids[: d.n_stop]), ErrorReason.BAD_TOKEN),
+        (kv.most_pages(s, d) <= c.pages - 2, ErrorReason.NEVER_FITS),
+    )
+    return next((reason for kept, reason in rules if not kept), None)
 
 
-def accept(s: State, ring: Ring, slot: int, generation: int, index: int) -> None:  # R10
+def accept(s: State, ring: Ring, slot: int, index: int) -> None:  # R10
     d = ring.memory.slots[slot]
     request = ring.requests[slot] = Request(ring, slot, d, s.arrivals, s.clock)
-    ring.judged[slot] = generation
+    ring.judged[slot] = d.generation
     s.arrivals += 1
     ring.live += 1
     life.wait(request)
@@ -181,7 +162,7 @@ def accept(s: State, ring: Ring, slot: int, generation: int, index: int) -> None
 def refuse(s: State, ring: Ring, slot: int, generation: int, index: int, reason: ErrorReason) -> None:  # R10
     if reason != ErrorReason.BAD_ENTRY and newer(generation, ring.judged[slot]):
         ring.judged[slot] = generation
-    s.note_at(LogKind.REJECT, ring.index, slot, generation, reason, 0, index)
+    s.note(LogKind.REJECT, (ring.index, slot, generation), reason, 0, index)
     life.write_event(s, ring, slot, EventKind.ERROR, reason, generation, 0, -1, 0, s.step)
 
 
@@ -189,9 +170,9 @@ def cancel(s: State, ring: Ring, slot: int, generation: int, index: int) -> None
     request = ring.requests[slot] if slot < s.config.slots else None
     live = request is not None and request.generation == generation
     if slot < s.config.slots:
-        s.note_at(LogKind.CANCEL, ring.index, slot, generation, int(live), 0, index)
+        s.note(LogKind.CANCEL, (ring.index, slot, generation), int(live), 0, index)
     if request is not None and live:
-        life.finish(s, request, FinishReason.CANCELLED)
+        life.end(s, request, FinishReason.CANCELLED)
     else:
         ring.stale_cancels += 1
 
@@ -203,8 +184,8 @@ def masks(s: State) -> None:  # R11
         box = request.ring.memory.boxes[request.descriptor.mask_box]
         if box.ready != request.generation << 40 | request.slot << 28 | request.emitted + 1:
             continue
-        if box.bits != box.signed:
+        if box.bits == box.signed:
+            request.mask, request.mask_index = box.bits, request.emitted + 1
+            s.note(LogKind.MASK, request, request.emitted, request.descriptor.mask_box)
+        else:
             request.ring.bad_masks += 1
-            continue
-        request.mask, request.mask_index = box.bits, request.emitted + 1
-        s.note(LogKind.MASK, request, request.emitted, request.descriptor.mask_box)

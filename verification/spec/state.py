@@ -11,6 +11,8 @@ from blink_core.abi.enums import EngineState, LogKind, LogLevel, PageState, Requ
 DETAILS = {LogKind.TOKEN, LogKind.PLAN_ROW, *range(LogKind.PAGE_ALLOC, LogKind.STEP)}  # kinds of level ALL only
 DETAILS |= set(range(LogKind.PAGE_SHARE, LogKind.CONTROL))
 LOW = 0xFFFFFFFF
+Key = tuple[int, int, int]  # ring, slot, generation
+ENGINE: Key = 0, 0, 0
 
 
 @dataclass(slots=True)
@@ -84,25 +86,18 @@ class Ring:
 class Request:
     """One accepted request (L1)."""
 
-    __slots__ = (
-        *("ring", "slot", "generation", "descriptor", "arrival", "expires", "tokens", "bias", "state", "pages", "row"),
-        *("computed", "emitted", "published", "cached", "preemptions", "paused", "admitted", "mask_index", "mask"),
-        *("order", "event_cost", "masked"),
-    )
-
     def __init__(self, ring: Ring, slot: int, descriptor: Descriptor, arrival: int, clock: int) -> None:
         self.ring, self.slot, self.descriptor, self.arrival = ring, slot, descriptor, arrival
-        self.generation = descriptor.generation
+        self.generation, self.key = descriptor.generation, (ring.index, slot, descriptor.generation)
         self.expires = min(clock + descriptor.deadline_us, (1 << 64) - 1) if descriptor.deadline_us else 0
         self.tokens = list(descriptor.signed[: descriptor.prompt_len])
         pairs = descriptor.signed[descriptor.prompt_len :]
         self.bias = tuple(zip(pairs[::2], pairs[1::2], strict=True))
         self.state = RequestState.WAITING
         self.pages: list[int] = []
-        self.row = -1
+        self.row, self.mask = -1, tuple[int, ...]()
         self.computed = self.emitted = self.published = self.cached = self.preemptions = 0
         self.paused = self.admitted = self.mask_index = 0
-        self.mask: tuple[int, ...] = ()
         self.order = descriptor.priority, arrival  # L2
         self.event_cost = 1 + (descriptor.logprobs + 1) // 2  # P3
         self.masked = bool(descriptor.flags & SlotFlag.MASKED)
@@ -138,7 +133,8 @@ class State:
         self.rings = [Ring(index, config) for index in range(config.rings)]
         self.stop = self.drain = 0
         self.engine = EngineState.READY
-        self.clock = self.logged_clock = self.heartbeat = 0
+        self.clock = self.heartbeat = 0
+        self.call: int | None = None  # 0 in a poll, 1 in a boundary, until its CLOCK is logged (E2)
         self.boundaries = self.step = self.number = self.committed = 0
         self.arrivals = self.admissions = self.preemptions = self.tokens = 0
         self.lookups = self.hits = self.evictions = 0
@@ -151,11 +147,9 @@ class State:
         self.free = list(range(config.pages - 1, 1, -1))  # K1, K2
         self.quarantine: list[int] = []
         self.page_state = [PageState.RESERVED] * 2 + [PageState.FREE] * (config.pages - 2)
-        self.owner: list[Request | None] = [None] * config.pages
-        self.holders = [0] * config.pages
+        self.holders = [0] * config.pages  # block tables that a CACHED page is in
         self.cache: dict[tuple[int, tuple[int, ...]], int] = {}  # K6: (page before, tokens) -> page
         self.key: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each CACHED page
-        self.children = [0] * config.pages
         self.idle: dict[int, None] = {}  # CACHED pages without holders, least recently used first
         self.log: list[tuple[int, ...]] = []
         self.events: list[tuple[int, ...]] = []  # (ring, index, fields ...) as they are written
@@ -164,19 +158,18 @@ class State:
     def live(self) -> int:
         return sum(ring.live for ring in self.rings)
 
-    def note(self, kind: LogKind, request: Request | None = None, a: int = 0, b: int = 0, c: int = 0) -> None:
-        """One log entry about a request, or about none."""
-        if request is None:
-            self.note_at(kind, 0, 0, 0, a, b, c)
-        else:
-            self.note_at(kind, request.ring.index, request.slot, request.generation, a, b, c)
+    def begin(self, call: int, now: int) -> None:
+        """T1: a poll (0) or a boundary (1) at `now`, in microseconds."""
+        self.call, self.clock = call, max(self.clock, now)  # T2
 
-    def note_at(self, kind: LogKind, ring: int, slot: int, generation: int, a: int = 0, b: int = 0, c: int = 0) -> None:
+    def note(self, kind: LogKind, of: Request | Key = ENGINE, a: int = 0, b: int = 0, c: int = 0) -> None:
+        """One log entry about a request, given as such or by ring, slot and generation."""
         level = self.config.log_level
         if level == LogLevel.OFF or (level == LogLevel.DECISIONS and kind in DETAILS):
             return
-        if level == LogLevel.ALL and self.clock != self.logged_clock:  # E2
-            self.logged_clock = self.clock
-            clock, count = self.clock, self.boundaries & LOW
-            self.log.append((self.number, LogKind.CLOCK, 0, 0, 0, clock & LOW, clock >> 32, count))
-        self.log.append((self.number, kind, ring, slot, generation, a & LOW, b & LOW, c & LOW))  # E1
+        if level == LogLevel.ALL and self.call is not None:  # E2
+            clock, count = (self.clock & LOW, self.clock >> 32), self.boundaries & LOW
+            self.log.append((self.number, LogKind.CLOCK, 0, self.call, 0, *clock, count))
+            self.call = None
+        key = of.key if isinstance(of, Request) else of
+        self.log.append((self.number, kind, *key, a & LOW, b & LOW, c & LOW))  # E1

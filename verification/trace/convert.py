@@ -14,7 +14,7 @@ from typing import Any
 
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind, PageState
 from verification.failures.engine_log import OF_ENGINE, OF_RING
-from verification.trace.calls import BOUNDARY, Key, key_of, writer_of
+from verification.trace.calls import Key, begins_boundary, clock_of, key_of
 from verification.trace.format import Entry, Trace
 from verification.trace.words import kind_name, values_of
 
@@ -34,7 +34,7 @@ def jsonl(trace: Trace, *, content: bool = False) -> Iterator[str]:
     for part, first in ((trace.entries, trace.first), (trace.after_gap, sum(trace.gap or (0, 0)))):
         for n, entry in enumerate(part):
             if entry[1] == LogKind.CLOCK:
-                clock = entry[5] | entry[6] << 32
+                clock = clock_of(entry)
             kind = kind_name(entry)
             line: dict[str, Any] = {"log": first + n, "clock_us": clock, "step": entry[0], "kind": kind}
             if kind in OF_RING:
@@ -86,10 +86,10 @@ class _Perfetto:
     def take(self, entry: Entry) -> None:
         kind, a = entry[1], entry[5]
         if kind == LogKind.CLOCK:
-            self.clock = a | entry[6] << 32
+            self.clock = clock_of(entry)
+            if self.step is not None and begins_boundary(entry):
+                self._end_step()
             return
-        if self.step is not None and writer_of(entry) == BOUNDARY:
-            self._end_step()
         key = key_of(entry)
         if kind == LogKind.ACCEPT:
             if key not in self.lives:

@@ -12,37 +12,19 @@ class NotRecorded(Exception):
     """The specification reads a descriptor that the recording does not hold; the message says which."""
 
 
-class Words(dict[int, int]):
-    """Submission words by place; what was not fed is not there yet (0)."""
-
-    def __missing__(self, index: int) -> int:
-        return 0
-
-
 @dataclass
-class Slots:
-    """Descriptors of one poll by slot, with the payload words that the arena then shows."""
+class Queue:
+    """Submission words by place; what was not fed is not there yet (0). at: the place read last."""
 
-    ring: int
-    fed: dict[int, tuple[Descriptor, tuple[int, ...]]] = field(default_factory=dict)
-    missing: dict[int, str] = field(default_factory=dict)
-    words: tuple[int, ...] = ()
+    fed: dict[int, int] = field(default_factory=dict)
+    at: int = 0
 
-    def __getitem__(self, slot: int) -> Descriptor:
-        if slot not in self.fed:
-            raise NotRecorded(self.missing.get(slot, f"descriptor of slot {self.ring}:{slot} was not recorded"))
-        descriptor, self.words = self.fed[slot]
-        return descriptor
+    def __getitem__(self, place: int) -> int:
+        self.at = place
+        return self.fed.get(place, 0)
 
-
-@dataclass
-class Arena:
-    """The payload of the descriptor read last; the specification reads it right after, at the descriptor's extent."""
-
-    slots: Slots
-
-    def __getitem__(self, extent: slice) -> tuple[int, ...]:
-        return self.slots.words
+    def __setitem__(self, place: int, word: int) -> None:
+        self.fed[place] = word
 
 
 @dataclass
@@ -58,17 +40,44 @@ class Boxes:
 
 
 class FedMemory:
-    """In place of `spec.state.RingMemory`."""
+    """In place of `spec.state.RingMemory`, for one call.
+
+    fed: by place of the submission that led to it, descriptor and payload as the engine found them then: one slot may
+    show several in one call. missing: why there is none.
+    """
 
     def __init__(self, ring: int, config: EngineConfig) -> None:
-        self.sq, self.slots, self.boxes = Words(), Slots(ring), Boxes(config.mask_words)
-        self.arena = Arena(self.slots)
+        self.ring, self.sq, self.boxes = ring, Queue(), Boxes(config.mask_words)
+        self.fed: dict[int, tuple[Descriptor, tuple[int, ...]]] = {}
+        self.missing: dict[int, str] = {}
+        self.slots, self.arena = _Slots(self), _Arena(self)
         self.epoch = self.lease = self.cq_head = 0
         self.epoch_ack = self.sq_head = self.cq_tail = 0
 
+    def read(self, slot: int | None) -> tuple[Descriptor, tuple[int, ...]]:
+        """What the submission read last leads to. Raises NotRecorded."""
+        place = self.sq.at
+        if place not in self.fed:
+            raise NotRecorded(self.missing.get(place, f"descriptor of slot {self.ring}:{slot} was not recorded"))
+        return self.fed[place]
+
     def clear(self) -> None:
         """Takes away what was fed for one call."""
-        self.sq.clear()
-        self.slots.fed.clear()
-        self.slots.missing.clear()
-        self.boxes.ready.clear()
+        for words in (self.sq.fed, self.fed, self.missing, self.boxes.ready):
+            words.clear()
+
+
+@dataclass
+class _Slots:
+    memory: FedMemory
+
+    def __getitem__(self, slot: int) -> Descriptor:
+        return self.memory.read(slot)[0]
+
+
+@dataclass
+class _Arena:
+    memory: FedMemory
+
+    def __getitem__(self, extent: slice) -> tuple[int, ...]:
+        return self.memory.read(None)[1]

@@ -1,4 +1,4 @@
-"""The trace file, version 1, byte by byte in docs/trace.md. All numbers are little endian.
+"""The trace file, version 2, byte by byte in docs/trace.md. All numbers are little endian.
 
 A file is a head (magic, version, JSON header) and chunks, each with its length and CRC-32, appended as they come: a
 crash leaves a readable file that lacks its end record.
@@ -25,12 +25,13 @@ from blink_core.abi.enums import LogLevel
 from verification.trace.submission import RECORD_BYTES, Submission
 
 MAGIC = b"BLKTRACE"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<8sHHII")  # magic, version, 0, bytes of the header, CRC-32 of the header
 CHUNK = struct.Struct("<4sII")  # kind, bytes of the body, CRC-32 of kind and body
 LOG, SUBMISSION, SNAPSHOT, GAP, END = b"LOGE", b"SUBM", b"SNAP", b"GAPS", b"ENDR"
 MAX_BODY = 1 << 28
 ENTRIES_PER_CHUNK = 4096
+UNENDED = "no end record: the recorder did not come to its end"
 FIELDS = ("step", "kind", "ring", "slot", "generation", "a", "b", "c")
 
 Entry = tuple[int, ...]
@@ -190,7 +191,7 @@ def read(path: Path) -> Trace:
             break
         at += CHUNK.size + size
     if trace.problem is None and trace.end is None:
-        trace.problem = "no end record: the recorder did not come to its end"
+        trace.problem = UNENDED
     return trace
 
 

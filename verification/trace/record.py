@@ -39,9 +39,10 @@ class Recorder:
         *,
         snapshot_every_s: float | None = None,
         limit_bytes: int = LIMIT_BYTES,
+        look_s: float = LOOK_S,
     ) -> None:
         """Raises FileExistsError when `path` is there. snapshot_every_s: None takes no snapshots of raw state."""
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.look_s = limit_bytes, look_s
         self.memory, self.config = memory, memory.config
         self.writer = TraceWriter(path, header)
         self.payloads, self.snapshot_every_s = header.payloads, snapshot_every_s
@@ -71,6 +72,14 @@ class Recorder:
     ) -> None:
         self.stop()
 
+    def settle(self, limit_s: float = STOP_LIMIT_S) -> None:
+        """Waits until every entry that is in the log now has been followed. Raises TimeoutError."""
+        tail, deadline = self.memory.log_tail(), time.monotonic() + limit_s
+        while self._at < tail and self.problem is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the recorder is at entry {self._at} of {tail} after {limit_s:.0f} s")
+            self._stop.wait(self.look_s)
+
     def stop(self) -> None:
         """Takes what is there and ends the file. Raises TimeoutError when the recorder does not come to its end."""
         self._stop.set()
@@ -81,7 +90,7 @@ class Recorder:
     def _follow(self) -> None:
         due = time.monotonic() + (self.snapshot_every_s or 0.0)
         try:
-            while not self._stop.wait(LOOK_S):
+            while not self._stop.wait(self.look_s):
                 self._look()
                 if self.writer.entries * LOG_ENTRY.itemsize > self.limit_bytes:
                     self.problem = f"the recording reached its limit of {self.limit_bytes} bytes"

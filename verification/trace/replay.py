@@ -21,7 +21,7 @@ from blink_core.abi.enums import ErrorReason, LogKind, Op, StepStatus
 from verification.trace.calls import PollInputs
 from verification.trace.format import Entry, Trace, to_entries
 from verification.trace.monitor import UNKNOWN, Verdict, check
-from verification.trace.script import Call, calls_of
+from verification.trace.script import Call
 from verification.trace.submission import INTACT, PAYLOAD, Submission
 from verification.trace.words import excerpt, in_words
 
@@ -43,10 +43,10 @@ def replay(trace: Trace, native: ModuleType | Any = _native) -> Replayed:
     verdict = check(trace)
     if not trace.header.payloads:
         return Replayed(False, False, 0, 0, "payloads are not in the file (record with --payloads)", verdict)
-    if verdict.script is None and verdict.word == UNKNOWN:
+    if not verdict.calls and verdict.word == UNKNOWN:
         return Replayed(False, False, 0, 0, "; ".join(verdict.reasons), verdict)
     engine, log, at = _Engine(trace, native), trace.entries, 0
-    calls = calls_of(verdict.script)
+    calls = verdict.calls
     for n, call in enumerate([None, *calls]):
         if call is not None:
             engine.make(call)

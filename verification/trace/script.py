@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verification.spec.state import Result
@@ -21,18 +20,3 @@ class Call:
     failed: bool = False
     results: dict[Key, Result] = field(default_factory=dict)
     polled: PollInputs = field(default_factory=PollInputs)
-
-
-Script = tuple[Call, "Script"] | None
-"""The newest call first, so that candidates share what they have in common."""
-
-
-def calls_of(script: Script) -> list[Call]:
-    """In the order in which they were made."""
-    return list(_newest_first(script))[::-1]
-
-
-def _newest_first(script: Script) -> Iterator[Call]:
-    while script is not None:
-        call, script = script
-        yield call

@@ -22,7 +22,8 @@ def values_of(entry: Entry) -> dict[str, str | int]:
     fields = LOG_FIELDS.get(kind)
     if fields is None:
         return dict(zip("abc", entry[5:8], strict=True))
-    return {
+    call: dict[str, str | int] = {"call": "boundary" if entry[3] else "poll"} if kind == LogKind.CLOCK.name else {}
+    return call | {
         name: value if enumeration is None else enum_name(enumeration, value)
         for (name, enumeration), value in zip(fields, entry[5:8], strict=False)
     }

@@ -25,7 +25,7 @@ def _reversed_quarantine(s: State) -> None:
 def _late_deadlines(s: State) -> None:
     for request in life.by_index(s):
         if request.expires and s.clock > request.expires:
-            life.fail(s, request, ErrorReason.DEADLINE)
+            life.end(s, request, ErrorReason.DEADLINE)
 
 
 def _whole_prefix(s: State, request: Request) -> list[int]:

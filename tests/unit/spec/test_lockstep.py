@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from blink_core import _native
-from tests.planted.build import Mutant, build
-from tests.planted.load import load_native
 from tests.unit.spec.deviations import DEVIATIONS, Deviation
 from verification.lockstep.programs import Program, execute, random_program
 from verification.lockstep.run import Native, compare, first_difference, records
 from verification.lockstep.shrink import shrink
 from verification.lockstep.situations import REQUIRED, found
 from verification.lockstep.strategy import programs
+from verification.mutants import native, weave
+from verification.thresholds import default_thresholds
 
-FOUND_WITHIN = 300  # random programs
-SHRUNK_TO = 10  # operations
+FOUND_WITHIN = default_thresholds().tester.found_within  # random programs
+SHRUNK_TO = default_thresholds().tester.shrunk_to  # operations
 
 
 def differs(program: Program, native: Native = _native) -> bool:
@@ -114,22 +113,19 @@ def test_deviation_of_the_specification_is_found(deviation: Deviation, monkeypat
     assert "in the specification and" in text
 
 
-@pytest.fixture(scope="module")
-def planted() -> ModuleType:
-    return load_native(build("mutants"))
-
-
-@pytest.mark.parametrize("mutant", [m for m in Mutant if m])
-def test_planted_fault_of_the_scheduler_is_found(planted: ModuleType, mutant: Mutant) -> None:
+@pytest.mark.parametrize("mutant", ["admit-youngest-first", "token-twice", "leak-page-on-cancel"])
+def test_mutant_of_the_scheduler_is_found(mutant: str) -> None:
     """Catches: lock-step that no longer sees an ordering, a delivery or a page-lifecycle fault."""
-    planted.activate_mutant(mutant)
+    woven = weave.build()
+    module = native.read(woven.path)
+    native.activate(module, woven.identities[mutant])
     try:
-        program = find(planted)[1]
-        small = shrink(program, lambda p: differs(p, planted))
+        program = find(module)[1]
+        small = shrink(program, lambda p: differs(p, module))
         assert len(small.ops) <= SHRUNK_TO, repr(small)
     finally:
-        planted.activate_mutant(Mutant.NONE)
-    assert not differs(small, planted)
+        native.activate(module, 0)
+    assert not differs(small, module)
 
 
 def test_difference_names_step_observable_and_both_values() -> None:

@@ -302,11 +302,14 @@ def test_entries_carry_step_and_clock_in_order() -> None:
     s.tick()
     s.tick(9)
     order = [
-        *(LogKind.CLOCK, LogKind.SQ_ENTRY, LogKind.ACCEPT, LogKind.ADMIT, LogKind.PAGE_ALLOC, LogKind.PLAN_ROW),
-        *(LogKind.STEP, LogKind.RESULT, LogKind.TOKEN, LogKind.PAGE_FREE, LogKind.FINISH),
+        *(LogKind.CLOCK, LogKind.SQ_ENTRY, LogKind.ACCEPT),
+        *(LogKind.CLOCK, LogKind.ADMIT, LogKind.PAGE_ALLOC, LogKind.PLAN_ROW, LogKind.STEP),
+        *(LogKind.CLOCK, LogKind.RESULT, LogKind.TOKEN, LogKind.PAGE_FREE, LogKind.FINISH),
     ]
     assert s.kinds() == order
-    assert [entry[0] for entry in s.log] == [0] * 3 + [1] * 8
+    assert [entry[0] for entry in s.log] == [0] * 3 + [1] * 10
+    clocks = [entry[2:] for entry in s.log if entry[1] == LogKind.CLOCK]
+    assert clocks == [(0, 0, 0, 5, 0, 0), (0, 1, 0, 5, 0, 1), (0, 1, 0, 5, 0, 2)]
 
 
 def test_level_decisions_leaves_details_out() -> None:

@@ -145,6 +145,5 @@ MUTATIONS: dict[str, tuple[Mutation, set[str]]] = {
     "drained too early": (dropped(LogKind.STATE, a=2), {"L6"}),
 }  # fmt: skip
 
-# Mutations that another run explains as well now and then: a step that failed as a whole, boundaries that left no entry
-# while a reservation was held, a log that ends before the loss shows.
-LATE = {"deadline as a model error", "reservation held too long", "quarantine kept"}
+# A step that failed as a whole explains it as well, where the request's row was the first.
+LATE = {"deadline as a model error"}

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from functools import lru_cache
 
-from verification.lockstep.programs import random_program
+from verification.lockstep.programs import TABLE, Program, Runner, random_program
 from verification.trace.drawn import logged, trace_of
 from verification.trace.format import Entry, Trace
 
@@ -24,3 +24,16 @@ def with_log(trace: Trace, log: list[Entry]) -> Trace:
     shift = len(log) - len(old)
     moved = {i if i < first else i + shift: made for i, made in trace.submissions.items()}
     return replace(trace, entries=log, submissions={i: replace(made, log_index=i) for i, made in moved.items()})
+
+
+def at_one_clock(program: Program) -> Program:
+    """The program with a clock that stands still, and eight more boundaries behind each of its own."""
+    ops: list[bytes] = []
+    for op in program.ops:
+        kind, first, rest = TABLE[op[0]], op[:1], op[1:]
+        if kind is Runner.wait:
+            kind, first = Runner.boundary, bytes([TABLE.index(Runner.boundary)])
+        if kind in (Runner.step, Runner.boundary, Runner.poll):
+            rest = bytes([int(kind is Runner.step)]) + rest[1:]  # the choice by which the clock does not move
+        ops += [first + rest] * (9 if kind is Runner.boundary else 1)
+    return Program(program.shape, tuple(ops))

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blink_core.abi.enums import LogKind, LogLevel
-from tests.planted.build import Mutant, build
-from tests.planted.load import load_native
 from tests.unit.trace.mutations import LATE, MUTATIONS, places
-from tests.unit.trace.runs import drawn, with_log
+from tests.unit.trace.runs import at_one_clock, drawn, with_log
 from verification.lockstep.programs import random_program
 from verification.lockstep.strategy import programs
+from verification.mutants import native, weave
 from verification.trace import snapshot
-from verification.trace.candidate import Candidate
 from verification.trace.drawn import logged, trace_of
+from verification.trace.follower import Follower
 from verification.trace.format import Trace
 from verification.trace.monitor import UNKNOWN, VALID, VIOLATED, check
 
@@ -40,6 +38,16 @@ def test_run_of_any_program_is_valid(program: object, payloads: bool) -> None:
     verdict = check(trace_of(logged(program), payloads=payloads))  # type: ignore[arg-type]
     assert verdict.word == VALID, f"{verdict}\n{program!r}"
     assert verdict.checked == verdict.total
+
+
+@pytest.mark.parametrize("seed", [1, 12, 119, *range(40, 60)])
+def test_boundaries_that_share_one_clock_are_told_apart(seed: int) -> None:
+    """Catches: a false `violated` where many boundaries that wrote nothing stand at one reading of the clock (E2).
+
+    Of these, 1, 12 and 119 had one while CLOCK was logged only when the clock had changed.
+    """
+    verdict = check(trace_of(logged(at_one_clock(random_program(random.Random(seed), 40)))))
+    assert verdict.word == VALID, str(verdict)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -65,22 +73,19 @@ def test_one_fault_of_a_log_is_found(name: str) -> None:
     assert judged > late, f"only {judged} programs have a place for it"
 
 
-@pytest.fixture(scope="module")
-def planted() -> ModuleType:
-    return load_native(build("mutants"))
-
-
 @pytest.mark.parametrize(
     ("mutant", "clauses"),
     [
-        (Mutant.ADMIT_YOUNGEST_FIRST, {"L2", "A2"}),
-        (Mutant.TOKEN_TWICE, {"P2", "P3", "R4", "R5", "A5"}),  # shows in credits only: the log has its token once
-        (Mutant.LEAK_PAGE_ON_CANCEL, {"K4"}),
+        ("admit-youngest-first", {"L2", "A2"}),
+        ("token-twice", {"P2", "P3", "R4", "R5", "A5"}),  # shows in credits only: the log has its token once
+        ("leak-page-on-cancel", {"K4"}),
     ],
 )
-def test_planted_fault_of_the_scheduler_is_found(planted: ModuleType, mutant: Mutant, clauses: set[str]) -> None:
+def test_mutant_of_the_scheduler_is_found(mutant: str, clauses: set[str]) -> None:
     """Catches: a monitor that follows the log of a scheduler with a wrong order, delivery or page life."""
-    planted.activate_mutant(mutant)
+    woven = weave.build()
+    planted = native.read(woven.path)
+    native.activate(planted, woven.identities[mutant])
     try:
         for seed in range(FOUND_WITHIN):
             program = logged(random_program(random.Random(1000 + seed), 40))
@@ -91,7 +96,7 @@ def test_planted_fault_of_the_scheduler_is_found(planted: ModuleType, mutant: Mu
         else:
             pytest.fail(f"not found within {FOUND_WITHIN} programs")
     finally:
-        planted.activate_mutant(Mutant.NONE)
+        native.activate(planted, 0)
     assert check(trace_of(program, planted)).word == VALID
 
 
@@ -163,7 +168,7 @@ def test_clauses_that_a_recording_cannot_show_are_listed() -> None:
 def test_raw_memory_that_contradicts_the_log_is_found() -> None:
     """Catches: pages that leak although the log tells of their release."""
     trace = drawn(2)
-    at = Candidate.start(trace.header.config)
+    at = Follower.start(trace.header.config)
     state = {name: getattr(at.machine, name) for name in snapshot.COUNTERS}
     state |= {"running": [], "free": at.machine.free[1:], "quarantine": [], "pages": list(at.machine.page_state)}
     verdict = check(replace(trace, snapshots=[(1, state)]))

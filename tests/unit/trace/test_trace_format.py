@@ -45,7 +45,7 @@ def test_bytes_are_as_documented(file: Path) -> None:
     data = file.read_bytes()
     assert data[:8] == b"BLKTRACE"
     version, zero, size, crc = struct.unpack_from("<HHII", data, 8)
-    assert (version, zero) == (1, 0)
+    assert (version, zero) == (2, 0)
     text = data[20 : 20 + size]
     assert zlib.crc32(text) == crc
     assert json.loads(text)["abi_version"] == 2
@@ -96,7 +96,7 @@ def test_flipped_bit_is_found_by_its_crc(file: Path) -> None:
     ("at", "value", "message"),
     [
         (0, b"X", "no trace file"),
-        (8, b"\x02", "version 2 of the format, this reader knows 1"),
+        (8, b"\x01", "version 1 of the format, this reader knows 2"),
         (25, b"~", "header of .* is cut short or damaged"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from verification.program import draw_program
 from verification.serving import COMMON_SIZES, TINY_SIZES, shape_of
 from verification.trace.cli import trace_app
 from verification.trace.format import Header, read, write
+from verification.trace.live import following
 from verification.trace.monitor import UNKNOWN, VALID, check
 from verification.trace.record import Recorder
 from verification.trace.replay import replay
@@ -72,6 +74,21 @@ def test_recording_may_begin_late_while_the_log_holds_all(rig: LocalRig, tmp_pat
     trace = read(tmp_path / "a.trace")
     assert trace.first == 0
     assert check(trace).word in (VALID, UNKNOWN)
+
+
+@pytest.mark.timeout(120)
+def test_engine_that_is_followed_can_be_judged_while_it_runs(tmp_path: Path) -> None:
+    """Catches: a failure's bundle without the clause that the log violates, or with one although it violates none."""
+    with engine() as rig, following(rig.memory) as live:
+        programs(rig, 2)
+        good = live.facts()
+        assert (good["word"], good["clause"], good["reasons"]) == (VALID, "", [])
+        assert good["checked"] == good["total"] == rig.memory.log_tail()
+        trace = read(live.path)
+        write(tmp_path / "bad.trace", with_log(trace, MUTATIONS["page of another id"][0](trace.entries) or []))
+        bad = replace(live, path=tmp_path / "bad.trace").facts()
+    assert (bad["word"], bad["clause"]) == ("violated", "K2")
+    assert not {"expected", "found", "excerpt"} & set(bad)  # they hold tokens
 
 
 @pytest.mark.timeout(120)
