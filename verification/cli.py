@@ -21,7 +21,10 @@ EXIT_UNUSABLE = 2
 _LAZY: dict[str, tuple[str, str, str]] = {
     "model": ("blink_core.model_store.cli", "model_app", "Models: fetch a pinned one, or look at one."),
     "rig": ("hil_rigs.cli", "rig_app", "Rigs: what is described, and what is there on this machine."),
+    "explore": ("verification.explore.cli", "explore_app", "Small scopes, exhaustively, on the compiled scheduler."),
     "trace": ("verification.trace.cli", "trace_app", "Recorded event logs: record, check, replay, convert."),
+    "mutants": ("verification.mutants.cli", "app", "Seeded faults, and which checkers notice them."),
+    "scenarios": ("verification.scenarios.cli", "scenarios", "Faults of the corpus: tests of each, or why not."),
     "serve": ("hil_rigs.serve", "serve", "Serve a model with an OpenAI-style API on a rig."),
 }
 
@@ -85,6 +88,17 @@ def certify_command(
     bundle_prompts: Annotated[
         bool, typer.Option("--bundle-prompts", help="Keep prompts and tokens in the bundles of failures.")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts; goes on where it was interrupted."),
+    ] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option("--corpus", help="Failures that nightly and full run first (default: beside the models)."),
+    ] = None,
+    agree_with: Annotated[
+        Path | None, typer.Option("--agree-with", help="Another run's output folder, to compare answers with.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the suite on a rig. Exit 0 passed, 1 a property failed, 2 could not run."""
@@ -100,7 +114,18 @@ def certify_command(
         _load_issues(known_issues)
         more += ("--blink-known-issues", str(known_issues.resolve()))
     code = certify(
-        chosen, model, profile, out, seed, key=key, deadline_s=deadline, as_json=as_json, pytest_arguments=more
+        chosen,
+        model,
+        profile,
+        out,
+        seed,
+        key=key,
+        deadline_s=deadline,
+        as_json=as_json,
+        pytest_arguments=more,
+        shard=shard,
+        corpus=corpus,
+        agree_with=agree_with,
     )
     raise typer.Exit(code)
 
@@ -201,6 +226,48 @@ def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
     for line in report["not_covered"]:
         say(f"not covered: {line}")
     say(f"verdict: {report['verdict']['word']} (exit {report['verdict']['exit_code']})")
+
+
+@certificate_app.command("join")
+def join_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Output folders of all shards of a run.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the report of the whole run.")],
+    key: Annotated[Path | None, typer.Option("--key", help="Private key (PEM, ed25519) that signs.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make one report of a run's shards. Exit 0 passed, 1 a property failed, 2 they do not make one run."""
+    from verification.certificate.certify import show_result
+    from verification.certificate.join import JoinError, join
+    from verification.certificate.keys import KeyFileError
+    from verification.certificate.output import OutputError
+
+    try:
+        built = join(folders, out.resolve(), key, [*sys.argv[:1], "certificate", "join", *map(str, folders)])
+    except (JoinError, KeyFileError, OutputError, OSError) as error:
+        raise _fail(str(error)) from error
+    show_result(built, out.resolve(), as_json)
+    raise typer.Exit(int(built["verdict"]["exit_code"]))
+
+
+@certificate_app.command("compare")
+def compare_command(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A run's output folder, or any file in it.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another's; it may be of another rig.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two runs, and their recorded answers. Exit 0 nothing got worse, 1 something did, 2 unreadable."""
+    from verification.certificate.compare import CompareError, compare, lines
+
+    try:
+        result = compare(old, new)
+    except CompareError as error:
+        raise _fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=1))
+    else:
+        for line in lines(result):
+            typer.echo(line)
+    raise typer.Exit(0 if result.ok else EXIT_INVALID)
 
 
 def mount(first: str | None) -> typer.Typer:

@@ -101,6 +101,7 @@ def engine(blink_run: RunContext, rig: LocalRig, thresholds: Thresholds) -> Subj
         starter=Starter(blink_run, thresholds, MODEL_SIZES),
         replayed=replayed(blink_run, "model"),
         on_replay=blink_run.replay_ran,
+        on_ran=blink_run.look,
     )
 
 
@@ -148,6 +149,7 @@ def _tiny(run: RunContext, thresholds: Thresholds, name: str, folder: Path, fixt
             starter=Starter(run, thresholds, TINY_SIZES),
             replayed=replayed(run, name),
             on_replay=run.replay_ran,
+            on_ran=run.look,
         )
 
 

@@ -14,6 +14,7 @@ import pytest
 from verification.run_context import DEFAULT_SEED, RunContext, new_run_id, parse_seed
 
 if TYPE_CHECKING:
+    from verification.certificate.shards import Shard
     from verification.recording import Recording
 
 OPTIONS = ("rig", "rig-file", "model", "profile", "seed", "replay", "out")
@@ -93,6 +94,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         help="known issues (YAML) instead of Blink's own: notes beside failures, which excuse none",
     )
     group.addoption(
+        *(f"{prefix}agree-with" for prefix in prefixes if f"{prefix}agree-with" not in taken),
+        dest="blink_agree_with",
+        default=None,
+        metavar="DIR",
+        help="output folder of another run, on another rig, whose recorded answers this one's are compared with",
+    )
+    group.addoption(
+        "--blink-shard", dest="blink_shard", default=None, metavar="I/N", help="run the I-th of N parts of the tests"
+    )
+    group.addoption(
+        "--blink-done",
+        dest="blink_done",
+        default=None,
+        metavar="FILE",
+        help="state of an interrupted shard: tests that it says are done are left out",
+    )
+    group.addoption(
         "--blink-key", dest="blink_key", default=None, metavar="FILE", help="private key (PEM, ed25519) that signs"
     )
     parser.addini("blink_rig", "rig that is used when no --rig is given; its presence turns the Blink fixtures on")
@@ -152,15 +170,17 @@ def _context(config: pytest.Config) -> RunContext:
     wanted = config.getoption("blink_seed")
     if wanted is None and replay is not None:
         wanted = str(replay.seed)
+    profile = config.getoption("blink_profile") or (replay.profile if replay else "smoke")
     try:
-        seed, source = (given["seed"], given["seed_source"]) if given else parse_seed(wanted)
+        seed, source = (given["seed"], given["seed_source"]) if given else parse_seed(wanted, profile)
     except ValueError as error:
         raise pytest.UsageError(f"--seed: {error}") from error
     out, key = config.getoption("blink_out"), config.getoption("blink_key")
+    agree_with, done = config.getoption("blink_agree_with"), config.getoption("blink_done")
     context = RunContext(
         run_id=given.get("run_id") or new_run_id(),
         rig=_rig(config),
-        profile_name=config.getoption("blink_profile") or (replay.profile if replay else "smoke"),
+        profile_name=profile,
         model=config.getoption("blink_model") or (replay.model if replay else None),
         seed=seed,
         seed_source=source,
@@ -169,6 +189,9 @@ def _context(config: pytest.Config) -> RunContext:
         key=(base / key) if key else None,
         replay=replay,
         judges_required=bool(config.getoption("blink_required")),
+        agree_with=(base / agree_with) if agree_with else None,
+        shard=_shard(config),
+        done=(base / done) if done else None,
     )
     try:
         context.profile  # noqa: B018  (an unknown rig or profile is an error now, not in the middle of the run)
@@ -183,6 +206,18 @@ def _context(config: pytest.Config) -> RunContext:
         except RecordingError as error:
             raise pytest.UsageError(f"--replay: {error}") from error
     return context
+
+
+def _shard(config: pytest.Config) -> Shard | None:
+    text = config.getoption("blink_shard")
+    if text is None:
+        return None
+    from verification.certificate.shards import ShardError, parse_shard
+
+    try:
+        return parse_shard(str(text))
+    except ShardError as error:
+        raise pytest.UsageError(f"--blink-shard: {error}") from error
 
 
 def _rig(config: pytest.Config) -> str:

@@ -54,6 +54,12 @@ def rigs_of(item: pytest.Item) -> set[str]:
     return {"tiny" if rig == f"family[{TINY}]" else rig for rig in rigs}
 
 
+def engine_of(item: pytest.Item) -> str:
+    """What a test shares with others, for shards: the engine of its model family, else nothing."""
+    families = sorted(rig for rig in rigs_of(item) if rig == "tiny" or rig.startswith("family["))
+    return families[0] if families else own_id(item)
+
+
 def unknown_names(item: pytest.Item) -> str | None:
     """What is wrong with a test's markers; a misspelt name would filter the test on every rig, without a word."""
     from hil_rigs import capabilities

@@ -22,7 +22,7 @@ from verification.certificate.outcomes import Outcome, PropertyUnknown, RigBroke
 from verification.certificate.recorder import Recorder
 from verification.certificate.records import TestRecord
 from verification.failures.explain import EXPLAINED, Explainer, Explanation, begin, known_issues_of
-from verification.plugin_selection import never_ran, rigs_of, select_recorded, unknown_names
+from verification.plugin_selection import engine_of, never_ran, rigs_of, select_recorded, unknown_names
 from verification.result import CheckResult, Verdict
 from verification.run_context import RunContext
 
@@ -84,6 +84,7 @@ class SessionPlugin:
             context, self.issues, prompts=bool(config.getoption("blink_bundle_prompts")), root=config.rootpath
         )
         self._setup_errors: dict[int, tuple[BaseException, str]] = {}
+        self._why: dict[str, str] = {}  # own id -> why it was left out
         self._lock: Any = None
 
     # --- start ---------------------------------------------------------------------------------------------------
@@ -97,13 +98,14 @@ class SessionPlugin:
         if not self._writes:
             return
         from hil_rigs.locks import LockTimeout, OwnedLock
-        from verification.certificate.output import ALLURE, OutputError, lock_name, prepare
+        from verification.certificate.output import ALLURE, RESUMED, OutputError, lock_name, prepare
 
         out = cast(Path, self.context.out)
         self._lock = OwnedLock(lock_name(out), owner=self.context.run_id)
         try:
             self._lock.acquire(timeout_s=0.0)
-            prepare(out)  # with it goes the folder that allure's logger has just made
+            # With it goes the folder that allure's logger has just made.
+            prepare(out, keep=() if self.context.shard is None else RESUMED)
             if self._allure_folder() == out / ALLURE:
                 (out / ALLURE).mkdir(exist_ok=True)
         except (LockTimeout, OutputError) as error:
@@ -161,12 +163,32 @@ class SessionPlugin:
             if (name := property_of(item)) is not None:
                 item.add_marker(pytest.mark.allure_label(name, label_type="feature"))
         self.collector.collected(describe(item) for item in items)
+        if self.context.shard is not None:
+            self._keep_shard(items)
         if self.context.replay is not None and (others := select_recorded(items, self.context.replay)):
             self.config.hook.pytest_deselected(items=others)
 
+    def _keep_shard(self, items: list[pytest.Item]) -> None:
+        """Leaves the tests of the run's shard that are not done yet, and notes why the others are left out."""
+        from verification.certificate import shards
+
+        shard, done = cast(shards.Shard, self.context.shard), set[str]()
+        if self.context.done is not None:
+            done = shards.done_ids(self.context.done)
+        by_id = {own_id(item): item for item in items}
+        parts = shards.partition(by_id, shard.count, shards.registered_costs(), lambda test: engine_of(by_id[test]))
+        mine = set(parts[shard.index - 1])
+        left = [item for item in items if own_id(item) not in mine or own_id(item) in done]
+        for item in left:
+            test = own_id(item)
+            self._why[test] = shards.DONE if test in mine else f"{shards.OTHER}: this is {shard}"
+        items[:] = [item for item in items if own_id(item) in mine - done]
+        if left:
+            self.config.hook.pytest_deselected(items=left)
+
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
-            self.collector.deselected(describe(item), DESELECTED)
+            self.collector.deselected(describe(item), self._why.get(own_id(item), DESELECTED))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
@@ -316,6 +338,10 @@ class SessionPlugin:
         outcome = gravest(classification.outcome for classification in phases.values())
         phase, deciding = next((name, one) for name, one in phases.items() if one.outcome is outcome)
         recorder = item.stash.get(RECORDER, None) or Recorder()
+        for name, count in self.context.observed().items():
+            recorder.situation(name, count)
+        if self.context.unread:
+            self.context.fact("situations_unread", dict(self.context.unread))
         result = deciding.result
         if result is not None:
             recorder.take(result)
@@ -474,6 +500,13 @@ def model_path(model: str) -> Path | None:
         return None
 
 
+def _capabilities(context: RunContext) -> frozenset[str]:
+    """Of the run's rig, by its description."""
+    from hil_rigs.description import load_rig
+
+    return context.capabilities or frozenset(load_rig(context.rig).capabilities)
+
+
 def describe_run(
     context: RunContext,
     facts: dict[str, Any],
@@ -515,5 +548,7 @@ def describe_run(
         model=model,
         facts={name: value for name, value in facts.items() if name not in ("model", "known_issues")},
         known_issues=facts.get("known_issues", []),
-        judges_required=judges_required,
+        judges_required=judges_required and context.shard is None,
+        shard=None if context.shard is None else str(context.shard),
+        capabilities=_capabilities(context),
     )

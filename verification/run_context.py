@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 from verification.failures.http_log import HttpLog
 
 if TYPE_CHECKING:
+    from hil_rigs.local import LocalRig
     from verification.certificate.required import Profile, RequiredSet
+    from verification.certificate.shards import Shard
     from verification.failures.evidence import EngineEvidence
     from verification.recording import Recording
+    from verification.situations.watch import EngineWatch
+    from verification.trace.live import LiveTrace
 
 # The root seed of every run that does not say otherwise: continuous integration is derandomised.
 DEFAULT_SEED = 260407609
@@ -25,14 +30,15 @@ MAX_SEED = 2**63 - 1
 PROFILES = ("smoke", "nightly", "full")
 
 
-def parse_seed(text: str | int | None) -> tuple[int, str]:
+def parse_seed(text: str | int | None, profile: str = "smoke") -> tuple[int, str]:
     """The root seed and where it is from ("default", "given", "random"); `ValueError` for anything else.
 
-    None gives the fixed default, "random" draws a fresh one, a number (also 0x...) is taken as it is.
+    None gives the fixed default in profile smoke and a fresh seed in the others (design section 9), "random" draws a
+    fresh one, a number (also 0x...) is taken as it is.
     """
-    if text is None:
+    if text is None and profile == "smoke":
         return DEFAULT_SEED, "default"
-    if text == "random":
+    if text is None or text == "random":
         return secrets.randbelow(2**48), "random"
     try:
         seed = text if isinstance(text, int) else int(text, 0)
@@ -74,8 +80,15 @@ class RunContext:
     replayed: bool = False  # whether the recording ran in the test that it is of
     test: str = ""  # own id of the test that runs
     judges_required: bool = False
+    shard: Shard | None = None
+    done: Path | None = None  # state file of a shard that goes on: tests that it says are done do not run again
+    agree_with: Path | None = None  # another run's output folder, with whose recorded answers this one's are compared
     http: HttpLog = field(default_factory=HttpLog)  # what the `client` fixture asked for, for a failure's bundle
     seen_last: dict[str, EngineEvidence] = field(default_factory=dict)  # engines that a test started and left failing
+    unread: dict[str, str] = field(default_factory=dict)  # engines whose log could not be read in whole, and why
+    watches: list[EngineWatch] = field(default_factory=list)  # of every engine that the run has started
+    traces: dict[str, LiveTrace] = field(default_factory=dict)  # of the engines that run, by their names
+    _seen: Counter[str] = field(default_factory=Counter)
     _required: RequiredSet | None = None
 
     @property
@@ -138,6 +151,41 @@ class RunContext:
     def mend_rig(self, reason: str) -> None:
         """Takes back what `break_rig` declared for this reason: the rig was brought back. Other reasons stay."""
         self.broken = {fixture: why for fixture, why in self.broken.items() if why != reason}
+
+    def watch(self, name: str, rig: LocalRig) -> EngineWatch:
+        """Follows the engine of a rig from now on; what its log shows goes into the record of the test that runs."""
+        from verification.situations.watch import EngineWatch
+
+        self.watches.append(EngineWatch(name, rig))
+        return self.watches[-1]
+
+    def log_verdict(self, name: str) -> dict[str, Any] | None:
+        """What the specification says of an engine's log so far; None where nobody follows it."""
+        trace = self.traces.get(name)
+        return None if trace is None else trace.facts()
+
+    def look(self) -> None:
+        """Reads what engines' logs have had, before they wrap around."""
+        self._seen += self._collect()
+
+    def observed(self) -> Counter[str]:
+        """Situations that engines' logs have shown since the last call. What cannot be read is told in the report."""
+        from verification.situations.registry import reachable
+
+        counts, self._seen = self._seen + self._collect(), Counter()
+        return Counter({name: n for name, n in counts.items() if reachable(name, self.capabilities)})
+
+    def _collect(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for watch in self.watches:
+            try:
+                watch.collect()
+            except Exception as error:  # a rig that died may show anything; the test's own outcome stands
+                self.unread[watch.name] = f"{type(error).__name__}: {error}"
+            if watch.unread:
+                self.unread[watch.name] = f"{watch.unread} log entries were overwritten before they were read"
+            counts += watch.take()
+        return counts
 
     def evidence(self, test_id: str) -> Path | None:
         """A folder for files of a test that are signed with the report; None when no output was asked for."""

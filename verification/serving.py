@@ -75,13 +75,30 @@ def serving(
             raise RigBroken(f"{name}: {error}") from error
         stack.callback(rig.stop)
         rig.memory  # noqa: B018  (mapped now: the memory of an engine that has died can be read, but not opened)
+        require_poison(name, rig)
+        rig.on_stop = run.watch(name, rig).collect
+        if run.out is not None and rig.memory.config.log_level == LogLevel.ALL:  # for the bundles of failures
+            from verification.trace.live import following
+
+            run.traces[name] = stack.enter_context(following(rig.memory))
+            stack.callback(run.traces.pop, name)
         try:
             yield rig
         except BaseException:  # of a test that started this engine itself: it is gone when the failure is explained
             from verification.failures.evidence import look_at
 
             run.seen_last[name] = look_at(name, rig)
+            run.seen_last[name].log_verdict = run.log_verdict(name)
             raise
+
+
+def require_poison(name: str, rig: LocalRig) -> None:
+    """Raises RigBroken unless a fresh engine's whole KV pool is NaN: rows that nobody wrote must not read as plausible."""
+    if rig.descriptor.kv is None:
+        return
+    clean = int((~rig.memory.poisoned_pages()).sum())
+    if clean:
+        raise RigBroken(f"{name}: {clean} pages of the fresh KV pool are not poisoned with NaN")
 
 
 def shape_of(rig: LocalRig, requests: tuple[int, int], most_new: int) -> Shape:
@@ -142,4 +159,5 @@ class Starter:
                 starter=self,
                 replayed=replayed(self._run, name),
                 on_replay=self._run.replay_ran,
+                on_ran=self._run.look,
             )

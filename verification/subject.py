@@ -57,7 +57,7 @@ class Subject:
     asked_len: the length that the rig was started with. on_death: called once with the reason when the engine is
     found dead, wedged or out of reach. Then `dead` says so, and every later run's history too. starter: how `start`
     starts another engine. replayed: the program that runs in place of every other (`--replay`); on_replay: called
-    whenever it has.
+    whenever it has. on_ran: looks at the engine's log before it wraps around.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Subject:
     starter: Start | None = None
     replayed: Program | None = None
     on_replay: Callable[[], None] = lambda: None
+    on_ran: Callable[[], object] = lambda: None  # called after each program
     recent: deque[History] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))  # of this test, oldest first
 
     @cached_property
@@ -156,6 +157,7 @@ class Subject:
             self.lost(history.died)
         history.subject = self.name
         self.recent.append(history)
+        self.on_ran()
         if self.replayed is not None and history.submitted:
             self.on_replay()
         return history

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 DEFAULT_PATH = Path(__file__).with_name("thresholds.yaml")
 
@@ -56,10 +56,32 @@ class SamplingThresholds(_Strict):
     error_rate: Fraction
 
 
+class StatisticsThresholds(_Strict):
+    family_wise_error_rate: Fraction
+    most_tests: Count
+
+
+class EvidenceThresholds(_Strict):
+    contested_turns: Count
+    shared_requests: Count
+    drawn_tokens: Count
+
+
+class TesterThresholds(_Strict):
+    found_within: Count
+    shrunk_to: Count
+    shrunk_to_requests: Count
+
+
 class TinyModelThresholds(_Strict):
     margin_factor: Positive
     min_kill_fraction: Annotated[float, Field(gt=0, le=1)]
     max_seeds: Count
+
+
+class MutantThresholds(_Strict):
+    sample: Count
+    least_killed: Annotated[float, Field(gt=0, le=1)]
 
 
 class Thresholds(_Strict):
@@ -69,22 +91,43 @@ class Thresholds(_Strict):
     tokens: TokenThresholds
     kv: KVThresholds
     sampling: SamplingThresholds
+    statistics: StatisticsThresholds
+    evidence: EvidenceThresholds
+    tester: TesterThresholds
     tiny_models: TinyModelThresholds
+    mutants: MutantThresholds
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+    @model_validator(mode="after")
+    def _family(self) -> Thresholds:
+        each, most = self.sampling.error_rate, self.statistics.most_tests
+        if each * most > self.statistics.family_wise_error_rate * (1 + 1e-9):
+            raise ValueError(
+                f"sampling.error_rate {each:g} in {most} tests is {each * most:g}, above the family-wise error rate "
+                f"{self.statistics.family_wise_error_rate:g}"
+            )
+        return self
 
 
 def load_thresholds(path: Path = DEFAULT_PATH) -> Thresholds:
     """Read and validate ``path``; raises ``ThresholdError`` with the file and the offending field."""
     try:
-        data = path.read_bytes()
+        return parse_thresholds(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ThresholdError(f"{path}: {error}") from error
+
+
+def parse_thresholds(data: bytes, source: str) -> Thresholds:
+    """Validate the text of a thresholds file; raises ``ThresholdError`` with `source` and the offending field."""
+    try:
         values = yaml.safe_load(data)
         if not isinstance(values, dict):
-            raise ThresholdError(f"{path}: expected a mapping, found {type(values).__name__}")
+            raise ThresholdError(f"{source}: expected a mapping, found {type(values).__name__}")
         if "digest" in values:
-            raise ThresholdError(f"{path}: 'digest' is computed from the file and must not stand in it")
+            raise ThresholdError(f"{source}: 'digest' is computed from the file and must not stand in it")
         return Thresholds.model_validate({**values, "digest": hashlib.sha256(data).hexdigest()})
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ThresholdError(f"{path}: {error}") from error
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ThresholdError(f"{source}: {error}") from error
 
 
 @cache

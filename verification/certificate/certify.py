@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,16 +26,23 @@ from rich.table import Table
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.locks import LockError, OwnedLock
-from verification.certificate import output, report, required
+from verification.agreement_record import read as read_agreement
+from verification.certificate import corpus as corpora
+from verification.certificate import junit, output, provenance, report, required, shards
+from verification.certificate import replays as replaying
 from verification.certificate.collector import JOURNAL, Collector, read_journal
+from verification.certificate.corpus import Corpus, Entry
 from verification.certificate.keys import KeyFileError, signing_key
 from verification.certificate.progress import JournalReader, ProgressDisplay
+from verification.certificate.records import TestRecord
 from verification.certificate.required import Profile, RequiredSetError
+from verification.certificate.shards import Shard
 from verification.certificate.verdict import ExitCode
 from verification.run_context import RunContext, new_run_id, parse_seed
 
 _POLL_S = 0.1
 _GRACE_S = 20.0
+INTERRUPTED = "interrupted by a signal"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -56,6 +63,14 @@ class Options:
     suite: Path = _PACKAGE / "suite"
     deadline_s: float | None = None
     pytest_arguments: tuple[str, ...] = ()
+    shard: Shard | None = None
+    corpus: Path | None = None
+    agree_with: Path | None = None
+
+    @property
+    def replays(self) -> bool:
+        """Whether the failure corpus runs first: in whole runs of its profiles, and in the first shard."""
+        return self.profile in corpora.REPLAYING and (self.shard is None or self.shard.index == 1)
 
 
 def certify(
@@ -70,6 +85,9 @@ def certify(
     deadline_s: float | None = None,
     as_json: bool = False,
     pytest_arguments: tuple[str, ...] = (),
+    shard: str | None = None,
+    corpus: Path | None = None,
+    agree_with: Path | None = None,
 ) -> int:
     """Run the suite on a rig, print the result, leave a signed report in `out`.
 
@@ -78,24 +96,41 @@ def certify(
         model: path of a model file or folder, or a pinned name (None: the suite's own choice).
         profile: "smoke", "nightly" or "full", as far as the rig has it.
         out: output folder; made when absent, emptied when an earlier run's.
-        seed: root seed, "random", or None for the fixed default.
+        seed: root seed, "random", or None: the fixed default in smoke, a fresh one in other profiles.
         key: private key file that signs; see `keys.signing_key`.
         suite: folder of tests instead of the package's own.
         deadline_s: limit of the whole run instead of the profile's.
         as_json: print one JSON object instead of table and verdict line.
         pytest_arguments: passed on to pytest.
+        shard: "2/5" runs the second of five parts, and goes on where it was interrupted; `join` makes a whole of them.
+        corpus: folder of the failure corpus that profiles nightly and full run first; by default the user's own.
+        agree_with: output folder of another run, with whose recorded answers this one's are compared.
 
     Returns the exit code: 0 passed, 1 a property failed, 2 could not run. The last line printed is
     "verdict: ... (exit N)".
     """
     tests = (suite or _PACKAGE / "suite").resolve()
-    options = Options(rig, model, profile, out.resolve(), seed, key, tests, deadline_s, pytest_arguments)
     try:
+        part = None if shard is None else shards.parse_shard(shard)
+        options = Options(
+            rig,
+            model,
+            profile,
+            out.resolve(),
+            seed,
+            key,
+            tests,
+            deadline_s,
+            pytest_arguments,
+            part,
+            corpus,
+            None if agree_with is None else agree_with.resolve(),
+        )
         context, limits = _prepare(options)
         found = _run(options, context, limits)
-    except (CannotRun, LockError) as error:
+    except (CannotRun, LockError, shards.ShardError, corpora.CorpusError) as error:
         return _refuse(str(error), as_json)
-    _print(found, options.out, as_json)
+    show_result(found, options.out, as_json)
     return int(found["verdict"]["exit_code"])
 
 
@@ -112,22 +147,62 @@ def _refuse(reason: str, as_json: bool) -> int:
 def _prepare(options: Options) -> tuple[RunContext, Profile]:
     """Check everything that can be checked before a process is started; make the output folder ready."""
     try:
-        seed, source = parse_seed(options.seed)
+        seed, source = parse_seed(options.seed, options.profile)
         limits = required.load(options.rig).profile(options.profile)
+        if options.shard is not None and source != "given":
+            raise ValueError(f"--shard {options.shard} needs --seed NUMBER: all shards of a run draw from one seed")
+        if options.agree_with is not None:
+            read_agreement(options.agree_with)
         signing_key(options.key)
-    except (RequiredSetError, KeyFileError, ValueError) as error:
+    except (RequiredSetError, KeyFileError, ValueError) as error:  # RigError, AgreementError among them
         raise CannotRun(str(error)) from error
     except OSError as error:
         raise CannotRun(f"the signing key cannot be made: {error}") from error
     context = RunContext(
         new_run_id(), options.rig, options.profile, options.model, seed, source, options.out, key=options.key
     )
+    context.shard = options.shard
+    try:
+        if options.replays:
+            _corpus(options, context).entries(context.rig_kind)  # a damaged one is an error now
+    except ModelStoreError as error:
+        raise CannotRun(f"the failure corpus: {error}; name a folder with --corpus") from error
     try:
         with OwnedLock(output.lock_name(options.out), owner=context.run_id):
-            output.prepare(options.out)
+            _make_ready(options, context)
     except (output.OutputError, OSError) as error:
         raise CannotRun(str(error)) from error
     return context, limits
+
+
+def _make_ready(options: Options, context: RunContext) -> None:
+    """Empties the output folder, but for what an interrupted session of the same shard has left there."""
+    if options.shard is None:
+        output.prepare(options.out)
+        return
+    identity = _identity(options, context)
+    done = shards.finished_before(options.out, options.shard, identity) if options.out.is_dir() else []
+    output.prepare(options.out, keep=output.RESUMED if done else ())
+    context.done = shards.write_state(options.out, options.shard, identity, done)
+    if done:
+        print(f"shard {options.shard}: {len(done)} tests are done already, going on", file=sys.stderr, flush=True)
+
+
+def _identity(options: Options, context: RunContext) -> dict[str, Any]:
+    """What must not change while a shard is interrupted, and what all shards of a run share."""
+    model = None if options.model is None else resolve(options.model)
+    thresholds = required.thresholds_text()
+    return {
+        "rig": options.rig,
+        "profile": options.profile,
+        "seed": context.seed,
+        "model": None if model is None else provenance.model_digest(model),
+        "sources": provenance.sources_digest(),
+        "engine": provenance.engine_modules(),
+        "required": required.text_digest(required.required_text(options.rig)),
+        "thresholds": None if thresholds is None else required.text_digest(thresholds),
+        "options": list(options.pytest_arguments),
+    }
 
 
 def _run(options: Options, context: RunContext, limits: Profile) -> dict[str, Any]:
@@ -137,13 +212,15 @@ def _run(options: Options, context: RunContext, limits: Profile) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix=f"blink-{context.run_id}-") as scratch:
         log = Path(scratch) / output.LOG
         trouble = _unusable(options)
+        replays: list[TestRecord] = []
         if trouble is None:
-            trouble = _supervise(options, context, limits, log)
+            replays, trouble = _replay_corpus(options, context, limits)
+            trouble = trouble or _supervise(options, context, limits, log)
         else:
             log.write_text(f"{trouble}\n", encoding="utf-8")
         with OwnedLock(output.lock_name(options.out), owner=context.run_id, timeout_s=_GRACE_S):
             shutil.copyfile(log, options.out / output.LOG)
-            return _finish(options, context, started, time.monotonic() - clock, trouble)
+            return _finish(options, context, started, time.monotonic() - clock, trouble, replays)
 
 
 def _unusable(options: Options) -> str | None:
@@ -160,7 +237,12 @@ def _unusable(options: Options) -> str | None:
 
 
 def _finish(
-    options: Options, context: RunContext, started: str, duration_s: float, trouble: str | None
+    options: Options,
+    context: RunContext,
+    started: str,
+    duration_s: float,
+    trouble: str | None,
+    replays: Sequence[TestRecord] = (),
 ) -> dict[str, Any]:
     from verification.plugin_session import describe_run
 
@@ -169,6 +251,17 @@ def _finish(
     if trouble is not None:
         collector.error(trouble)
     records = collector.close(trouble)
+    if options.shard is not None:
+        done = shards.finished_before(options.out, options.shard)
+        records = list(({record.id: record for record in records} | {record.id: record for record in done}).values())
+        junit.write(options.out / output.JUNIT, f"blink shard {options.shard}", records)
+    records = [*replays, *records]
+    night = None
+    if options.replays:
+        corpus = _corpus(options, context)
+        night = replaying.ledger_line(context, started, records)
+        added = replaying.keep_failures(corpus, context, records)
+        collector.fact("corpus", replaying.summary(corpus, night, len(replays), added))
     if not records and trouble is None:
         collector.error(f"no test was collected from {options.suite}; see {output.LOG}")
     description = describe_run(
@@ -181,13 +274,58 @@ def _finish(
         required.thresholds_text(),
     )
     built = report.build(description, records, collector.errors)
+    if night is not None:
+        _corpus(options, context).note(night)
     output.finish(options.out, built, description.required_text, description.thresholds_text, options.key)
     return built
+
+
+def _corpus(options: Options, context: RunContext) -> Corpus:
+    return Corpus.default(context.rig_kind) if options.corpus is None else Corpus(options.corpus.resolve())
+
+
+def _replay_corpus(options: Options, context: RunContext, limits: Profile) -> tuple[list[TestRecord], str | None]:
+    """Earlier failures first. Each is one test with the seed, profile and model that it failed with.
+
+    Returns their records, and why the run ends here if somebody has broken it off."""
+    if not options.replays:
+        return [], None
+    root, stopped = _root(options), list[str]()
+
+    def run(entry: Entry, folder: Path) -> str | None:
+        if stopped:
+            return stopped[0]
+        recording = () if entry.recording is None else ("--replay", str(entry.recording))
+        again = replace(
+            options,
+            suite=root / entry.nodeid,
+            profile=entry.profile,
+            model=entry.model or options.model,
+            out=folder,
+            shard=None,
+            agree_with=None,
+            pytest_arguments=(*options.pytest_arguments, *recording),
+        )
+        its = replace(
+            context, out=folder, seed=entry.seed, seed_source="given", profile_name=entry.profile, shard=None, done=None
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        trouble = _supervise(again, its, limits, folder.with_suffix(".log"), root=root)
+        stopped.extend([INTERRUPTED] if trouble == INTERRUPTED else [])
+        return trouble
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    records = replaying.replay(_corpus(options, context), context.rig_kind, options.out, run, say)
+    return records, stopped[0] if stopped else None
 
 
 def _command(options: Options) -> list[str]:
     words = ["blink", "certify", "--rig", options.rig, "--profile", options.profile, "--out", str(options.out)]
     words += [] if options.model is None else ["--model", options.model]
+    words += [] if options.shard is None else ["--shard", str(options.shard)]
+    words += [] if options.agree_with is None else ["--agree-with", str(options.agree_with)]
     return words + ([] if options.seed is None else ["--seed", str(options.seed)])
 
 
@@ -197,8 +335,12 @@ def plugin_arguments() -> list[str]:
     return [] if installed else ["-p", "verification.plugin"]
 
 
-def _child(options: Options, context: RunContext, limits: Profile) -> tuple[list[str], dict[str, str]]:
-    root = _PACKAGE.parent if options.suite.is_relative_to(_PACKAGE) else options.suite.parent
+def _root(options: Options) -> Path:
+    """The folder that node ids are relative to."""
+    return _PACKAGE.parent if options.suite.is_relative_to(_PACKAGE) else options.suite.parent
+
+
+def _child(options: Options, context: RunContext, limits: Profile, root: Path) -> tuple[list[str], dict[str, str]]:
     arguments = [sys.executable, "-m", "pytest", "-c", str(_PACKAGE / "suite.ini"), "--rootdir", str(root)]
     arguments += [*plugin_arguments(), str(options.suite)]
     arguments += ["--rig", options.rig, "--profile", options.profile, "--out", str(options.out)]
@@ -207,6 +349,9 @@ def _child(options: Options, context: RunContext, limits: Profile) -> tuple[list
     # A default seed is not passed on: that one derandomises hypothesis, a given one seeds it.
     arguments += [] if context.seed_source == "default" else ["--seed", str(context.seed)]
     arguments += [] if options.model is None else ["--model", str(resolve(options.model))]
+    arguments += [] if options.agree_with is None else ["--agree-with", str(options.agree_with)]
+    arguments += [] if context.shard is None else ["--blink-shard", str(context.shard)]
+    arguments += [] if context.done is None else ["--blink-done", str(context.done)]
     arguments += options.pytest_arguments
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
     path = environment.get("PYTHONPATH")
@@ -218,10 +363,12 @@ def _child(options: Options, context: RunContext, limits: Profile) -> tuple[list
     return arguments, environment
 
 
-def _supervise(options: Options, context: RunContext, limits: Profile, log: Path) -> str | None:
+def _supervise(
+    options: Options, context: RunContext, limits: Profile, log: Path, root: Path | None = None
+) -> str | None:
     """Run pytest to its end or to the deadline. Returns what went wrong with the process, None when nothing did."""
-    limit = options.deadline_s or limits.deadline_s
-    arguments, environment = _child(options, context, limits)
+    limit = options.deadline_s or (limits.deadline_s if options.shard is None else limits.shard_deadline_s)
+    arguments, environment = _child(options, context, limits, root or _root(options))
     reader = JournalReader(options.out / JOURNAL)
     trouble: str | None = None
     with (
@@ -235,9 +382,13 @@ def _supervise(options: Options, context: RunContext, limits: Profile, log: Path
         end = time.monotonic() + limit
         while child.poll() is None:
             if interrupted.wait(_POLL_S):
-                trouble = "interrupted by a signal"
+                trouble = INTERRUPTED
             elif time.monotonic() >= end:
                 trouble = f"the deadline of {limit:g} s for the whole run passed"
+                if options.shard is not None:
+                    trouble = (
+                        f"the deadline of {limit:g} s for a shard passed; the same command goes on with what is left"
+                    )
             display.update(reader.events())
             display.tick()
             if trouble is not None:
@@ -293,7 +444,8 @@ def _interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _print(built: dict[str, Any], out: Path, as_json: bool) -> None:
+def show_result(built: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Prints a report's table, warnings, reasons and verdict line, or one JSON object."""
     verdict = built["verdict"]
     if as_json:
         summary = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from verification.certificate.collector import JOURNAL
 from verification.certificate.jsonable import dump
 from verification.certificate.keys import signing_key
 from verification.certificate.records import TestRecord
+from verification.certificate.shards import STATE
 from verification.certificate.sign import ENVELOPE, sign
 
 REPORT = "report.json"
@@ -23,18 +24,25 @@ LOG = "pytest.log"
 EVIDENCE = "evidence"
 BUNDLES = "failures"
 PROCESS_LOGS = "logs"
+SHARDS = "shards"  # of a joined run: the folders of its shards
+CORPUS = "corpus"  # replays of earlier failures
 REQUIRED = "required.yaml"
 THRESHOLDS = "thresholds.yaml"
 # Everything that a run may write; nothing else is ever removed.
-OWNED = (REPORT, PAGE, JUNIT, ALLURE, LOG, EVIDENCE, BUNDLES, PROCESS_LOGS, REQUIRED, THRESHOLDS, JOURNAL, ENVELOPE)
+OWNED: tuple[str, ...] = (
+    *(REPORT, PAGE, JUNIT, ALLURE, LOG, EVIDENCE, BUNDLES, PROCESS_LOGS, REQUIRED, THRESHOLDS, JOURNAL, ENVELOPE),
+    *(STATE, SHARDS, CORPUS),
+)
+# What an interrupted shard has already, and keeps when it goes on.
+RESUMED = (ALLURE, EVIDENCE, BUNDLES, PROCESS_LOGS, STATE)
 
 
 class OutputError(ValueError):
     """The output folder cannot be used."""
 
 
-def prepare(folder: Path) -> None:
-    """Make an empty output folder, removing an earlier run's files.
+def prepare(folder: Path, keep: Collection[str] = ()) -> None:
+    """Make an empty output folder, removing an earlier run's files but those named in `keep`.
 
     Raises `OutputError` when it holds anything that no run wrote, so that `--out .` destroys nothing.
     """
@@ -46,7 +54,7 @@ def prepare(folder: Path) -> None:
         raise OutputError(
             f"output {folder} holds files that are not of a Blink run ({', '.join(foreign[:5])}); name a new folder"
         )
-    for entry in folder.iterdir():
+    for entry in [entry for entry in folder.iterdir() if entry.name not in keep]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:

@@ -50,6 +50,7 @@ class ProgressDisplay:
         self._live = console.is_terminal
         self._total = 0
         self._done = 0
+        self._left_out = 0
         self._names: dict[str, tuple[str, str]] = {}
         self._running: dict[str, float] = {}
         self._said = time.monotonic()
@@ -93,10 +94,14 @@ class ProgressDisplay:
 
     def _finished(self, record: dict[str, Any]) -> None:
         self._running.pop(record["nodeid"], None)
-        self._done += 1
         outcome = Outcome(record["outcome"])
+        if outcome is Outcome.MISSING and record["phase"] == "collection":  # left out: another shard's, or on request
+            self._left_out += 1
+            self._bar.update(self._task, total=self._total - self._left_out)
+            return
+        self._done += 1
         self._bar.update(self._task, completed=self._done)
-        count = f"[{self._done}/{self._total}]"
+        count = f"[{self._done}/{self._total - self._left_out}]"
         line = f"{count} {outcome.replace('_', ' '):<15} {record['duration_s']:7.1f} s  {record['id']}"
         if not self._live or outcome is not Outcome.PASSED:
             self._say(line, _STYLES.get(outcome, "yellow"))

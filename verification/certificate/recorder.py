@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self) -> None:
         self._measurements: dict[str, dict[str, Any]] = {}
         self._series: dict[str, dict[str, Any]] = {}
-        self._situations: dict[str, bool] = {}
+        self._situations: dict[str, int] = {}
         self._planted: dict[str, dict[str, int]] = {}
         self._cases = 0
         self._clauses: list[str] = []
@@ -107,9 +107,12 @@ class Recorder:
             "points": len(ys),
         }
 
-    def situation(self, name: str, reached: bool) -> None:
-        """Record whether a situation that should occur did (preemption, page reuse ...); once reached it stays so."""
-        self._situations[name] = self._situations.get(name, False) or bool(reached)
+    def situation(self, name: str, reached: bool | int) -> None:
+        """Record how often a situation that should occur did, or whether it did; once reached it stays so.
+
+        What event logs show is recorded by the plugin (`verification.situations`); this is for what they cannot show.
+        """
+        self._situations[name] = self._situations.get(name, 0) + int(reached)
 
     def planted_fault(self, name: str, *, caught: int, planted: int) -> None:
         """Record how many of the faults planted in this test the checker caught."""

@@ -27,7 +27,7 @@ class TestRecord:
     witness: Any = None
     measurements: dict[str, dict[str, Any]] = field(default_factory=dict)
     series: list[dict[str, Any]] = field(default_factory=list)
-    situations: dict[str, bool] = field(default_factory=dict)
+    situations: dict[str, int] = field(default_factory=dict)
     planted_faults: list[dict[str, Any]] = field(default_factory=list)
     cases: int = 0
     seed: int | None = None

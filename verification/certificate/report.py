@@ -5,23 +5,28 @@ from __future__ import annotations
 import datetime as dt
 import json
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from verification import scenarios
 from verification.certificate import provenance
 from verification.certificate.collector import DESELECTED
 from verification.certificate.outcomes import MEANINGS, Outcome, gravest
 from verification.certificate.records import TestRecord
 from verification.certificate.required import Profile, RequiredSet, parse, text_digest
+from verification.certificate.shards import DONE, OTHER
 from verification.certificate.statistics import CONFIDENCE, rate_interval
 from verification.certificate.verdict import ExitCode, RunVerdict, TestOutcome, decide
 from verification.failures import known_issues
+from verification.situations.registry import SITUATIONS, reachable
+from verification.thresholds import ThresholdError, parse_thresholds
 
-SCHEMA_VERSION = "1.1"
-REQUIRED_SET, SELECTION = "required-set", "selection"  # what decides the verdict
+SCHEMA_VERSION = "1.2"
+REQUIRED_SET, SELECTION, SHARD = "required-set", "selection", "shard"  # what decides the verdict
 
 
 class ReportError(ValueError):
@@ -51,6 +56,8 @@ class RunDescription:
     facts: dict[str, Any] = field(default_factory=dict)
     judges_required: bool = True
     known_issues: list[dict[str, Any]] = field(default_factory=list)
+    shard: str | None = None  # "2/5": a part of a run, which `blink certificate join` makes whole
+    capabilities: frozenset[str] | None = None  # of the rig; None: not known, so that every situation applies
 
 
 @cache
@@ -94,10 +101,12 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
     profile = required.profile(run.profile)
     judged = profile if run.judges_required else None
     records = _with_missing(records, judged)
+    statistics, wrong = _statistics(records, run.thresholds_text)
+    errors = [*errors, *wrong]
     verdict = decide([TestOutcome(r.id, r.property, r.outcome) for r in records], judged, errors)
     engine = provenance.engine_modules()
     source = provenance.source_state()
-    situations = _situations(records, profile.situations if judged else ())
+    situations = _situations(records, profile.situations if judged else (), run.capabilities)
     certified = run.judges_required and is_certificate(run.profile, int(verdict.exit_code), source["dirty"], run.facts)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -114,7 +123,8 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
             "ended": run.ended,
             "duration_s": run.duration_s,
             "command": run.command,
-            "judged": REQUIRED_SET if run.judges_required else SELECTION,
+            "judged": SHARD if run.shard else REQUIRED_SET if run.judges_required else SELECTION,
+            "shard": run.shard,
             "facts": run.facts,
         },
         "machine": provenance.machine(),
@@ -128,9 +138,10 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
         "counts": {str(outcome): sum(r.outcome is outcome for r in records) for outcome in Outcome},
         "properties": _properties(records, required, judged),
         "situations": situations,
+        "statistics": statistics,
         "faults": _faults(records, required, judged),
         "not_run": _not_run(records),
-        "not_covered": list(required.not_covered),
+        "not_covered": [*required.not_covered, *scenarios.load().not_covered(required.rig)],
         "warnings": _warnings(situations, source, engine, run.facts),
         "known_issues": _known_issues(run, required.rig, records),
         "session_errors": list(errors),
@@ -193,6 +204,10 @@ def _claim(
             text = f"On rig {run.rig}, it could not be decided whether {what} {aim}."
     if certified:
         standing = "This is a certificate: profile full, clean source tree, required set complete."
+    elif run.shard:
+        standing = (
+            f"This is a signed report on shard {run.shard} of a run; `blink certificate join` makes one of all of them."
+        )
     elif not run.judges_required:
         standing = "This is a signed report on the tests that were selected; the rig's required set was not judged."
     elif run.profile != "full":
@@ -221,7 +236,7 @@ def _short_engine(engine: dict[str, str]) -> str:
 def _properties(records: Sequence[TestRecord], required: RequiredSet, profile: Profile | None) -> list[dict[str, Any]]:
     wanted = () if profile is None else tuple(profile.properties)
     if profile is None:  # what was left out on request is no hole in a selection
-        records = [r for r in records if r.message != DESELECTED]
+        records = [r for r in records if r.message not in (DESELECTED, DONE) and not r.message.startswith(OTHER)]
     names = dict.fromkeys([*wanted, *(r.property for r in records if r.property is not None)])
     return [_property(name, [r for r in records if r.property == name], required, name in wanted) for name in names]
 
@@ -251,17 +266,59 @@ def _property(name: str, own: list[TestRecord], required: RequiredSet, wanted: b
     }
 
 
-def _situations(records: Sequence[TestRecord], expected: Sequence[str]) -> list[dict[str, Any]]:
-    reached: dict[str, list[str]] = {name: [] for name in expected}
+def _situations(
+    records: Sequence[TestRecord], expected: Sequence[str], capabilities: frozenset[str] | None
+) -> list[dict[str, Any]]:
+    """Every situation that the profile expects or a test recorded: how often, and which tests reached it.
+
+    One that no rig with these capabilities can reach does not apply: it is listed, and missed by nobody.
+    """
+    counts: dict[str, Counter[str]] = {name: Counter() for name in expected}
     for record in records:
-        for name, was in record.situations.items():
-            reached.setdefault(name, [])
-            if was:
-                reached[name].append(record.id)
-    return [
-        {"name": name, "reached": bool(tests), "expected": name in expected, "tests": tests}
-        for name, tests in reached.items()
-    ]
+        for name, count in record.situations.items():
+            counts.setdefault(name, Counter())[record.id] += int(count)
+    entries = []
+    for name, by_test in counts.items():
+        known = SITUATIONS.get(name)
+        tests = [test for test, count in by_test.most_common() if count]
+        entries.append(
+            {
+                "name": name,
+                "title": known.title if known else "",
+                "source": known.source if known else "the test itself",
+                "reached": bool(tests),
+                "expected": name in expected,
+                "applies": capabilities is None or reachable(name, capabilities),
+                "count": sum(by_test.values()),
+                "tests": tests,
+            }
+        )
+    return entries
+
+
+P_VALUE = "p-value"  # the unit of a measurement that a statistical test made
+
+
+def _statistics(records: Sequence[TestRecord], thresholds_text: str | None) -> tuple[dict[str, Any], list[str]]:
+    """How many statistical tests the run made, how often a correct product would fail one of them by chance, and what
+    is wrong with that: more tests than registered, or thresholds that nobody can read (a run has a report all the
+    same)."""
+    made = sum(m["unit"] == P_VALUE for record in records for m in record.measurements.values())
+    values: dict[str, Any] = {"tests": made, "most_tests": 0, "error_rate": 0.0, "family_wise_error_rate": 0.0}
+    if thresholds_text is None:
+        return values, []
+    try:
+        limits = parse_thresholds(thresholds_text.encode(), "thresholds.yaml")
+    except ThresholdError as error:
+        return values, [str(error)]
+    rate, most = limits.sampling.error_rate, limits.statistics.most_tests
+    values |= {"most_tests": most, "error_rate": rate, "family_wise_error_rate": made * rate}
+    return values, [f"{made} statistical tests were made, at most {most} are registered"] if made > most else []
+
+
+def missed(situations: Sequence[dict[str, Any]]) -> list[str]:
+    """The warnings about situations that a report must carry."""
+    return [f"situation {s['name']} was not reached" for s in situations if s["applies"] and not s["reached"]]
 
 
 def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profile | None) -> dict[str, Any]:
@@ -321,7 +378,9 @@ def _not_run(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
 def _warnings(
     situations: Sequence[dict[str, Any]], source: dict[str, Any], engine: dict[str, str], facts: dict[str, Any]
 ) -> list[str]:
-    warnings = [f"situation {s['name']} was not reached" for s in situations if not s["reached"]]
+    warnings = missed(situations)
+    for engine_name, why in (facts.get("situations_unread") or {}).items():
+        warnings.append(f"situations of engine {engine_name} were not all seen: {why}")
     if command := foreign_engine(facts):
         warnings.append(f"not the shipped engine: the rig's description starts it by {shlex.join(command)}")
     if source["git_commit"] is None:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from verification.situations.registry import SITUATIONS
+
 ProfileName = Literal["smoke", "nightly", "full"]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 
@@ -42,6 +44,7 @@ class Profile(_Frozen):
     """One profile of a rig: limits of time, required properties, situations that should occur."""
 
     deadline_s: float = Field(gt=0, description="limit of a whole certify run, seconds")
+    shard_deadline_s: float = Field(default=3600, gt=0, description="limit of one shard of a run, seconds")
     test_timeout_s: float = Field(gt=0, description="limit of one test, seconds")
     max_examples: int = Field(gt=0, description="hypothesis examples of one test")
     properties: dict[_Name, PropertyRequirement] = Field(min_length=1)
@@ -64,6 +67,9 @@ class RequiredSet(_Frozen):
             unknown = sorted(set(profile.properties) - set(self.properties))
             if unknown:
                 raise ValueError(f"profile {name} requires properties without a text: {', '.join(unknown)}")
+            strange = sorted(set(profile.situations) - set(SITUATIONS))
+            if strange:
+                raise ValueError(f"profile {name} expects situations that are not registered: {', '.join(strange)}")
         return self
 
     def profile(self, name: str) -> Profile:

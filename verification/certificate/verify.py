@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from verification.certificate import provenance, required
 from verification.certificate.keys import key_id
 from verification.certificate.outcomes import Outcome
-from verification.certificate.report import REQUIRED_SET, ReportError, is_certificate, recompute, validate
+from verification.certificate.report import REQUIRED_SET, ReportError, is_certificate, missed, recompute, validate
 from verification.certificate.sign import (
     ENGINE_PREFIX,
     ENVELOPE,
@@ -242,12 +242,30 @@ def _check_verdict(folder: Path, report: dict[str, Any]) -> list[str]:
     if stated != (int(verdict.exit_code), verdict.word, verdict.reasons):
         raise VerificationError(f"verdict: the report says {stated[1]!r}, its tests give {verdict.word!r}")
     run = report["run"]
+    _check_situations(report, wanted)
     certified = run["judged"] == REQUIRED_SET and is_certificate(
         run["profile"], int(verdict.exit_code), report["source"]["dirty"], run["facts"]
     )
     if certified != report["verdict"]["certified"] or certified != (report["kind"] == "certificate"):
         raise VerificationError(f"kind: the report calls itself a {report['kind']}, which its contents do not bear out")
+    from verification.certificate.join import check_shards  # which verifies the shards in turn
+
+    if (wrong := check_shards(folder, report)) is not None:
+        raise VerificationError(f"shards: {wrong}")
     return _check_current(rig, report)
+
+
+def _check_situations(report: dict[str, Any], wanted: required.RequiredSet) -> None:
+    """Every situation that the profile expects is listed as its tests reached it, and a missed one is warned about."""
+    reached = {name for test in report["tests"] for name, count in test["situations"].items() if count}
+    listed = {entry["name"]: entry for entry in report["situations"]}
+    expected = wanted.profile(report["run"]["profile"]).situations if report["run"]["judged"] == REQUIRED_SET else ()
+    for name in {*expected, *listed}:
+        if name not in listed or listed[name]["reached"] != (name in reached):
+            raise VerificationError(f"situations: {name} is not listed as the tests of {_REPORT} reached it")
+    for warning in missed(report["situations"]):
+        if warning not in report["warnings"]:
+            raise VerificationError(f"situations: the report does not warn that {warning}")
 
 
 def _check_current(rig: str, report: dict[str, Any]) -> list[str]:

@@ -131,7 +131,7 @@ def write(path: Path, material: Material, redactor: Redactor, limit: int = BUNDL
     if newest:
         _write_picture(folder, newest[-1].history, engine)
     joined = timeline.build(newest, engine, chosen, material.exchanges, failing, redactor)
-    _write_timeline(folder, joined, material.facts)
+    _write_timeline(folder, joined, material.facts, None if engine is None else engine.log_verdict)
     facts = {
         "schema_version": SCHEMA_VERSION,
         **material.facts,
@@ -197,6 +197,7 @@ def _engine_facts(engine: EngineEvidence, redactor: Redactor) -> dict[str, Any]:
         "notes": [redactor.text(note) for note in engine.notes],
         "log_entries": None if state is None else len(state.log),
         "log_lost": None if state is None else state.log_lost,
+        "log_verdict": engine.log_verdict,
     }
 
 
@@ -297,7 +298,9 @@ def _write_picture(folder: _Folder, history: History, engine: EngineEvidence | N
         folder.text(PICTURE, text, budget)
 
 
-def _write_timeline(folder: _Folder, joined: timeline.Timeline, facts: dict[str, Any]) -> None:
+def _write_timeline(
+    folder: _Folder, joined: timeline.Timeline, facts: dict[str, Any], log_verdict: dict[str, Any] | None
+) -> None:
     rows = joined.rows
     lines = [json.dumps({"n": n, **row.values, "failing": joined.relevant(row)}) for n, row in enumerate(rows)]
     half = folder.share("timeline", 2)
@@ -307,6 +310,7 @@ def _write_timeline(folder: _Folder, joined: timeline.Timeline, facts: dict[str,
         *str(facts.get("message", "")).splitlines()[:20],
         f"signature {facts['signature']['id']}  {facts['signature']['pattern']}",
         f"replay: {facts['replay']}",
+        *_log_line(log_verdict),
         "",
     ]
     own = [timeline.line(row.values) for row in rows if joined.relevant(row)]
@@ -315,3 +319,12 @@ def _write_timeline(folder: _Folder, joined: timeline.Timeline, facts: dict[str,
     body = [timeline.line(row.values) for row in rows]
     offset = len(head)
     folder.lines(TIMELINE_TEXT, head + body, half, lambda n: n < offset or joined.relevant(rows[n - offset]))
+
+
+def _log_line(verdict: dict[str, Any] | None) -> list[str]:
+    """The first clause of docs/rules.md that the engine's log violates, if it does."""
+    if verdict is None or not verdict.get("clause"):
+        return []
+    return [
+        f"event log: clause {verdict['clause']} at entry {verdict['entry']}, step {verdict['step']}: {verdict['way']}"
+    ]

@@ -51,6 +51,7 @@ class EngineEvidence:
     boundary: bool = False
     notes: list[str] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
+    log_verdict: dict[str, Any] | None = None  # of the whole log against the specification, without content
 
 
 def look_at(name: str, rig: LocalRig) -> EngineEvidence:

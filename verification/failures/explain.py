@@ -234,10 +234,16 @@ class Explainer:
             note = "the engine was stopped before the failure was seen: its memory is gone"
             return EngineEvidence(wanted, died=runs[-1].history.died, notes=[note], logs=logs)
         if wanted in rigs:
-            return look_at(str(wanted), rigs[str(wanted)])
+            return self._with_log(look_at(str(wanted), rigs[str(wanted)]))
         struck = [("fault scenario", v.rig) for v in _judges(arguments) if v.scenario and v.rig]
         given = [(name, value) for name, value in arguments.items() if isinstance(value, LocalRig)]
-        return next((look_at(name, rig) for name, rig in (*struck, *rigs.items(), *given)), None)
+        every = (*struck, *rigs.items(), *given)
+        return next((self._with_log(look_at(name, rig)) for name, rig in every), None)
+
+    def _with_log(self, engine: EngineEvidence) -> EngineEvidence:
+        """With the verdict on the engine's whole log, where the run follows it."""
+        engine.log_verdict = self.context.log_verdict(engine.name)
+        return engine
 
     def _traceback(self, error: BaseException) -> list[str]:
         """Places only: what stands in source lines and values may be content."""

@@ -53,6 +53,19 @@ def check_hits(history: History, page_size: int, *, expected: bool) -> CheckResu
     return CheckResult(verdict, "kv-content", "found", message, {}, measured)
 
 
+def check_found(history: History, expected: dict[int, int]) -> CheckResult:
+    """Clause found, where it is known what the cache holds: prompt tokens found, by request. Presupposes
+    `check_hits`."""
+    found = found_by(history)
+    wrong = {request: found.get(request) for request, tokens in expected.items() if found.get(request) != tokens}
+    if wrong:
+        request = min(wrong)
+        prompt = len(history.program.requests[request].prompt)
+        message = f"request {request} of {prompt} prompt tokens found {wrong[request]}, {expected[request]} are cached"
+        return CheckResult(Verdict.INVALID, "kv-content", "found", message, {"request": request})
+    return CheckResult(Verdict.VALID, "kv-content", "found", f"{len(expected)} requests found what there is")
+
+
 def check_same(on: History, on_rows: Rows, off: History, off_rows: Rows) -> CheckResult:
     """Clause same. Both histories are of the same requests, and their rows are whole (`check_capture`)."""
     compared = 0

@@ -11,13 +11,15 @@ from verification.result import CheckResult
 class Observation:
     """At each observed boundary recounts all pages, and gathers KV where they can be told apart.
 
-    results: one recount a boundary. rows: KV of the running requests, by boundary at which somebody ran.
+    results: one recount a boundary. rows: KV of the running requests, by boundary at which somebody ran. tails: entries
+    that the event log had at each of these.
     """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.results: list[CheckResult] = []
         self.rows: list[list[kv_content.Gathered]] = []
+        self.tails: list[int] = []
 
     def __call__(self) -> None:
         memory = self.subject.rig.memory
@@ -31,3 +33,4 @@ class Observation:
         self.results.append(result)
         if rows:  # else nobody was running
             self.rows.append(rows)
+            self.tails.append(int(snapshot.header["log_tail"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from verification.program import Program, draw_program
 from verification.properties import kv_conservation
 from verification.result import CheckResult
 from verification.suite.running import serve
-from verification.suite.situations import record_situations
 
 pytestmark = [pytest.mark.blink_property("kv-conservation"), pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
@@ -27,7 +25,7 @@ class Observation:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.first = self.last = subject.snapshot()
+        self.last = subject.snapshot()
         self.results: list[CheckResult] = [kv_conservation.check_snapshot(self.last)]
         self.log: list[Array] = []
         self.used: list[int] = []
@@ -53,7 +51,6 @@ def check_run(subject: Subject, program: Program, judge: Judge, every: int) -> O
     observation()
     for result in observation.results:
         judge(result, history)
-    record_situations(judge.record, observation.first, observation.last, np.concatenate(observation.log))
     return observation
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from verification.certificate.recorder import Recorder
 from verification.criterion import KVScores
 from verification.fixtures import Judge, Subject
-from verification.properties import kv_content
+from verification.properties import kv_content, kv_schedules
 from verification.suite.observation import Observation
 from verification.suite.running import serve
 from verification.suite.situations import Lengths
@@ -71,3 +74,81 @@ def test_model_under_test(engine: Subject, record: Recorder, judge: Judge, seed:
     Catches: a loader that permutes or scales a projection wrongly, besides the above.
     """
     _check(engine, record, judge, seed, PROGRAMS["model"])
+
+
+PAGE_SIZES = (4, 8, 16)
+POOL = 256  # tokens of the pool, whatever the page size: a fraction of what a program asks for
+SCHEDULES = {"model": (2, 10), "tiny": (2, 30)}  # fewest and most programs
+SITUATIONS = {"preempted": "preemption", "prefix-hit": "prefix-hit", "odd-chunk": "odd-chunk", "cancel": "cancel"}
+
+
+def _wanted(subject: Subject) -> tuple[str, ...]:
+    """Marks that the requests of a model can have: where LongRoPE computes keys anew there is no prefix cache."""
+    switch = subject.oracles[1].rope_switch
+    shares = switch is None or subject.max_len <= switch
+    return tuple(name for name in kv_schedules.MARKS if shares or name != "prefix-hit")
+
+
+def _schedules(subject: Subject, record: Recorder, judge: Judge, seed: int, programs: tuple[int, int]) -> None:
+    """Compares the KV of running requests that were preempted, hit a prefix, had odd chunks, lost a neighbour."""
+    wanted, size = _wanted(subject), subject.rig.descriptor.config.page_size
+    parts: list[KVScores] = []
+    compared: dict[tuple[int, int, int], frozenset[str]] = {}
+    positions = 0
+    for index, program in enumerate(subject.draw(seed, programs[1])):
+        seen = frozenset[str]().union(*compared.values())
+        if index >= programs[0] and positions >= FEWEST_ROWS and seen >= set(wanted):
+            break
+        observation, first = Observation(subject), subject.snapshot(log_from=2**63)
+        history = serve(subject, program, judge, every=5, observe=observation)
+        log = subject.snapshot(log_from=int(first.header["log_tail"])).log
+        for result in observation.results:
+            judge(result, history)
+        # Of each request the last look at it, with what it had been through by then.
+        latest: dict[tuple[int, int], tuple[kv_content.Gathered, frozenset[str]]] = {}
+        for rows, tail in zip(observation.rows, observation.tails, strict=True):
+            judge(kv_content.check_tokens(history, rows), history)
+            been = kv_schedules.marks(log[: tail - int(first.header["log_tail"])], size)
+            for row in rows:
+                known = latest.get((row.slot, row.generation))
+                names = been.get((history.ring, row.slot, row.generation), frozenset())
+                if known is None or len(names) >= len(known[1]):
+                    latest[row.slot, row.generation] = row, names
+        for (slot, generation), (row, names) in latest.items():
+            if positions >= MOST_ROWS and names <= seen:
+                continue
+            parts.append(kv_content.score([row], *subject.oracles))
+            compared[index, slot, generation] = names
+            seen, positions = seen | names, positions + len(row.tokens)
+    for name, situation in SITUATIONS.items():
+        record.situation(f"kv-after-{situation}", sum(name in names for names in compared.values()))
+    judge(kv_content.judge(parts, subject.thresholds.kv))
+    judge(kv_schedules.check_marks(compared.values(), wanted, kv_content.PROPERTY))
+
+
+def test_random_schedules(family: Subject, record: Recorder, judge: Judge, seed: int) -> None:
+    """KV under drawn schedules, on the engine as shipped: resumed requests, shared pages, chunks that are no multiple
+    of a page (drawn too), cancelled neighbours; each of them must have been met by a row that was compared.
+
+    Catches: rows that are right only on a straight path: a resume that begins a place off, a copy that a cancel took
+    with it, a chunk that begins at the page's start, a page that was shared before it was full.
+    """
+    rng = random.Random(seed)
+    size = rng.choice(PAGE_SIZES)
+    budget = rng.choice([n for n in range(9, 30) if n % size])
+    with family.start(page_size=size, pages=2 + POOL // size, token_budget=budget) as subject:
+        _schedules(subject, record, judge, rng.getrandbits(63), SCHEDULES["tiny"])
+
+
+@pytest.mark.blink_profile("nightly", "full")
+def test_random_schedules_of_model_under_test(engine: Subject, record: Recorder, judge: Judge, seed: int) -> None:
+    """The same on the real model's weights.
+
+    Catches: what only shows with many layers and long steps.
+    """
+    rng = random.Random(seed)
+    size = rng.choice(PAGE_SIZES)
+    budget = rng.choice([n for n in range(17, 60) if n % size])
+    with engine.start(page_size=size, pages=2 + POOL // size, token_budget=budget, max_len=256) as started:
+        subject = replace(started, shape=replace(started.shape, requests=(4, 8), most_new=24))
+        _schedules(subject, record, judge, rng.getrandbits(63), SCHEDULES["model"])

@@ -18,7 +18,6 @@ from verification.program import Program, RequestSpec, Shape
 from verification.properties import kv_conservation, kv_content, prefix_cache, queue_ordering, token_equivalence
 from verification.suite.observation import Observation
 from verification.suite.running import serve
-from verification.suite.situations import record_situations
 
 pytestmark = [pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
@@ -57,7 +56,6 @@ def without_cache(program: Program) -> Program:
 
 
 MOST_PROGRAMS = 6
-FEWEST_HITS = 3  # requests with shared pages whose KV is compared
 
 
 @pytest.fixture
@@ -85,7 +83,6 @@ def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: in
         observation, before = Observation(sharing), sharing.snapshot(log_from=2**63)
         history = serve(sharing, program, judge, every=3, observe=observation)
         after = sharing.snapshot(log_from=int(before.header["log_tail"]))
-        record_situations(record, before, after, after.log)
         for result in [*observation.results, kv_conservation.check_log(before, after)]:
             judge(result, history)
         hits = [row for boundary in observation.rows for row in boundary if row.found > 0]
@@ -93,7 +90,7 @@ def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: in
         judge(prefix_cache.check_hits(history, sharing.shape.page_size, expected=True), history)
         latest = {(row.slot, row.generation): row for row in hits}
         rows += latest.values()
-        if len(rows) >= FEWEST_HITS:
+        if len(rows) >= sharing.thresholds.evidence.shared_requests:
             break
     record.situation("kv-after-prefix-hit", bool(rows))
     parts = [kv_content.score(rows, *sharing.oracles)] if rows else []

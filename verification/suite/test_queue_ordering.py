@@ -21,7 +21,6 @@ from verification.program import Program, draw_program
 from verification.properties import queue_ordering, service_order
 from verification.result import CheckResult, Measurement, Verdict
 from verification.suite.running import serve
-from verification.suite.situations import record_situations
 
 pytestmark = [pytest.mark.blink_property("queue-ordering"), pytest.mark.capability("cpu", "shared-memory", "oracle")]
 
@@ -38,7 +37,6 @@ def check_run(subject: Subject, program: Program, judge: Judge) -> History:
     after = subject.snapshot(log_from=start)
     judge(queue_ordering.check_fifo(history, after.log, after.log_gap), history)
     judge(service_order.check_service(before, after, [history]), history)
-    record_situations(judge.record, before, after, after.log)
     return history
 
 

@@ -13,7 +13,6 @@ from blink_core.abi.enums import LogLevel
 from blink_core.abi.params import SamplingParams
 from hil_rigs.engine_memory import EngineUnreachable
 from hil_rigs.local import LocalRig
-from verification.certificate.recorder import Recorder
 from verification.drivers.ring import run_program
 from verification.fixtures import EngineLost, Judge
 from verification.history import History
@@ -22,13 +21,12 @@ from verification.properties import queue_ordering, service_order
 from verification.result import CheckResult
 from verification.run_context import RunContext
 from verification.serving import serving
-from verification.suite.situations import record_situations
+from verification.thresholds import Thresholds
 
 pytestmark = [pytest.mark.blink_property("queue-ordering"), pytest.mark.capability("cpu", "shared-memory")]
 
 RINGS, REQUESTS, ROUNDS = 3, 16, 3
 PROMPTS = ((20, 48), (3, 8), (3, 8, 20, 48))  # lengths by ring: turns by request would not be fair by tokens
-FEWEST_CONTESTED = 20
 HOLD_S = 20.0
 END_S, JOIN_S = 120.0, 10.0  # of a ring's program, and how much later its thread must be through
 # Few rows, few pages, and a quantum below the cost of most requests: all of it must be shared.
@@ -92,7 +90,7 @@ def _run(rig: LocalRig, programs: list[Program], failed: list[str]) -> list[Hist
     return [histories[ring] for ring in range(RINGS)]
 
 
-def test_several_rings(crowded: LocalRig, record: Recorder, judge: Judge, seed: int) -> None:
+def test_several_rings(crowded: LocalRig, judge: Judge, seed: int, thresholds: Thresholds) -> None:
     """Three front ends publish at once far more than the engine can run, in several classes.
 
     Catches: a ring that gets more or less than its share of tokens, a class that overtakes a more urgent one, a large
@@ -117,8 +115,7 @@ def test_several_rings(crowded: LocalRig, record: Recorder, judge: Judge, seed: 
                     history,
                 )
             results.append(judge(service_order.check_service(before, after, histories), *histories))
-            record_situations(record, before, after, after.log)
     except EngineUnreachable as e:
         raise EngineLost(str(e)) from e
     assert not failed, failed
-    judge(service_order.check_contested(results, FEWEST_CONTESTED))
+    judge(service_order.check_contested(results, thresholds.evidence.contested_turns))

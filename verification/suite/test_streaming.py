@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,13 +57,14 @@ def test_stop_string(engine: Subject, client: openai.OpenAI, record: Recorder, k
         options = {"model": engine.rig.model_name, "max_tokens": 32, "temperature": 0.0}
         options |= {"messages": [{"role": "user", "content": prompt}]} if kind == "chat" else {"prompt": prompt}
         ask = _chat if kind == "chat" else _text
-        free, _ = ask(client, options)
+        free, unstopped = ask(client, options)
         if len(free.text) < SHORTEST:  # the model ended at once
             continue
         middle = len(free.text) // 2
         stops = (free.text[middle : middle + 5], "\N{SNOWMAN}", free.text[-2:])
         stopped, stream = ask(client, options | {"stop": list(stops)})
         record.cases()
+        record.situation("stop-string-across-tokens", _across_tokens(unstopped.deltas, middle, len(stops[0])))
         record.check(check_stop(free, stopped, stops))
         record.check(check(stopped, stream, stops))
         cut += 1
@@ -70,6 +72,13 @@ def test_stop_string(engine: Subject, client: openai.OpenAI, record: Recorder, k
             return
     verdict = Verdict.VALID if cut else Verdict.UNKNOWN
     record.check(CheckResult(verdict, PROPERTY, "stop", f"{cut} answers of {SHORTEST} or more characters were cut"))
+
+
+def _across_tokens(deltas: Sequence[str], at: int, length: int) -> bool:
+    """Whether the piece of text at `at` lies in several tokens. Without stop strings nothing is held back: each delta
+    of a stream ends where a token ends, so that a piece that lies in two of them lies in two tokens."""
+    ends = [sum(map(len, deltas[: i + 1])) for i in range(len(deltas))]
+    return any(at < end < at + length for end in ends)
 
 
 def _chat(client: openai.OpenAI, options: dict[str, Any]) -> tuple[Answer, Stream]:

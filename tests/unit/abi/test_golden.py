@@ -305,8 +305,9 @@ GOLDEN_HEADER = parse(
     ffffffff         # lru_tail
     00000000         # idle_cached
     01000000 00000000 01000000 01000000 # next_ring: class 1 is at ring 0, the others before their first turn
+    00000000         # clock_due: of the newest call it is logged
     """
-) + bytes(72)
+) + bytes(68)
 
 GOLDEN_PAGE = parse(
     """

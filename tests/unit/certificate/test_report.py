@@ -221,3 +221,34 @@ def test_page_of_a_run_without_any_test(make_report: MakeReport) -> None:
     built = make_report([], ["nothing was collected"])
     assert built["verdict"]["exit_code"] == 2
     assert "nothing was collected" in render(built, [])
+
+
+def test_statistical_tests_of_a_run_are_counted_together(make_report: MakeReport, records: list[TestRecord]) -> None:
+    """Catches: error rates of single tests that add up to a night in which something fails by chance."""
+    value = {"value": 0.5, "unit": report.P_VALUE, "limit": 1e-6, "limit_is": "min", "n": 400}
+    records[0].measurements = {f"p {i}": value for i in range(100)}
+    built = make_report(records)
+    assert built["verdict"]["word"] == "passed"
+    assert built["statistics"] == {
+        "tests": 100,
+        "most_tests": 100,
+        "error_rate": 1e-6,
+        "family_wise_error_rate": pytest.approx(1e-4),
+    }
+    records[1].measurements = {"one more": value}
+    built = make_report(records)
+    assert built["verdict"]["word"] == "could not run"
+    assert "101 statistical tests were made, at most 100 are registered" in built["session_errors"]
+    assert make_report(records, thresholds_text="tokens: []")["verdict"]["word"] == "could not run"
+
+
+def test_situation_that_the_rig_cannot_reach_is_no_warning(make_report: MakeReport, records: list[TestRecord]) -> None:
+    """Catches: a warning on every laptop about device launches, which nobody reads any more; a count that is lost."""
+    records[0].situations = {"preemption": 3}
+    records[1].situations = {"preemption": 2}
+    built = make_report(records, capabilities=frozenset({"cpu"}), profile="nightly")
+    by_name = {entry["name"]: entry for entry in built["situations"]}
+    assert (by_name["launch-118"]["expected"], by_name["launch-118"]["applies"]) == (True, False)
+    assert "situation launch-118 was not reached" not in built["warnings"]
+    assert "situation ring-wrap was not reached" in built["warnings"]
+    assert (by_name["preemption"]["count"], by_name["preemption"]["tests"]) == (5, [records[0].id, records[1].id])

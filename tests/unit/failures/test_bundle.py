@@ -247,3 +247,20 @@ def test_dead_engine_without_memory_still_makes_a_bundle(tmp_path: Path) -> None
     assert facts["engine"]["died"].startswith("engine exited with status -11\nFatal Python error")
     assert lines(tmp_path / "b", "timeline.jsonl")[-1]["what"] == "died"
     assert "swordfish" not in made.everything(tmp_path / "b")
+
+
+def test_first_violated_clause_is_named(tmp_path: Path) -> None:
+    """Catches: a log that violates a clause, in a bundle that does not say so, or only where nobody reads it."""
+    material = made.material()
+    assert material.engine is not None
+    material.engine.log_verdict = {
+        "word": "violated",
+        "clause": "K4",
+        "entry": 7,
+        "step": 3,
+        "way": "value a of the entry",
+    }
+    facts = bundle(tmp_path / "b", material)
+    assert facts["engine"]["log_verdict"]["clause"] == "K4"
+    text = (tmp_path / "b" / "timeline.txt").read_text()
+    assert "event log: clause K4 at entry 7, step 3: value a of the entry" in text

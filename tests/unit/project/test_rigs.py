@@ -35,7 +35,7 @@ def engine(**changes: Any) -> dict[str, Any]:
 
 def test_shipped_rigs_hold() -> None:
     """Catches: a shipped description that no longer loads, or a capability that nothing can probe."""
-    assert known_rigs() == ("local",)
+    assert known_rigs() == ("gpu", "local")
     for name in known_rigs():
         rig = load_rig(name)
         assert set(rig.capabilities) <= set(PROBES) == set(CAPABILITIES)
@@ -43,7 +43,7 @@ def test_shipped_rigs_hold() -> None:
 
 def test_unknown_rig_lists_known() -> None:
     """Catches: `--rig lokal` answered with a missing file."""
-    with pytest.raises(RigError, match=r"unknown rig 'lokal'; known rigs: local"):
+    with pytest.raises(RigError, match=r"unknown rig 'lokal'; known rigs: gpu, local"):
         load_rig("lokal")
     with pytest.raises(RigError, match="unknown rig"):
         load_rig("../rigs/local")
@@ -68,7 +68,7 @@ def test_unknown_rig_lists_known() -> None:
         ({"engine": engine(colour="red")}, ("engine.colour", "unknown key; known: rings, slots")),
         ({"engine": engine(page=3)}, ("engine.page", "unknown key, did you mean 'pages'?")),
         ({"capabilites": ["cpu"]}, ("capabilites", "did you mean 'capabilities'?")),
-        ({"kind": "gpu"}, ("kind", "'gpu'")),
+        ({"kind": "tpu"}, ("kind", "'tpu'")),
         ({"capabilities": ["cpu", "warp-drive"]}, ("unknown capabilities warp-drive", "oracle")),
         ({"capabilities": ["cpu", "cpu"]}, ("listed twice",)),
         ({"capabilities": []}, ("capabilities",)),
@@ -190,7 +190,8 @@ def test_probe_says_which_properties_cannot_run() -> None:
     report = probe_rig(load_rig("local"), {**there, "oracle": lambda: (False, "not installed: torch")})
     assert not report.ready
     blocked = {item.name: item.missing for item in report.properties if not item.runnable}
-    assert blocked == {"kv-content": ("oracle",), "token-equivalence": ("oracle",)}
+    names = ("kv-content", "kv-sanitizer", "token-equivalence", "scenarios")
+    assert blocked == dict.fromkeys(names, ("oracle",))
     assert probe_rig(load_rig("local"), there).ready
 
 
@@ -216,14 +217,14 @@ def test_each_suite_property_has_its_needs() -> None:
 def test_rig_commands() -> None:
     """Catches: an exit code or JSON that a script cannot use; an unknown rig without the known ones."""
     listed = CliRunner().invoke(rig_app, ["list", "--json"])
-    assert [rig["name"] for rig in json.loads(listed.stdout)] == ["local"]
+    assert [rig["name"] for rig in json.loads(listed.stdout)] == ["gpu", "local"]
     unknown = CliRunner().invoke(rig_app, ["probe", "nope"])
     assert unknown.exit_code == 2
-    assert "known rigs: local" in unknown.output
+    assert "known rigs: gpu, local" in unknown.output
     probed = CliRunner().invoke(rig_app, ["probe", "local", "--json"])
     document = json.loads(probed.stdout)
     assert probed.exit_code == (0 if document["ready"] else 1)
-    assert {item["name"] for item in document["capabilities"]} == set(CAPABILITIES)
+    assert {item["name"] for item in document["capabilities"]} == set(load_rig("local").capabilities)
     assert document["machine"]["cpus"] >= 1
     shown = CliRunner().invoke(rig_app, ["probe", "local"])
     assert shown.exit_code == probed.exit_code

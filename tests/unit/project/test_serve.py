@@ -25,7 +25,7 @@ app.command()(serve)
     ("arguments", "words"),
     [
         (["--model", "no-such-model"], "known models: SmolLM2-135M-Instruct"),
-        (["--model", "SmolLM2-135M-Instruct", "--rig", "nope"], "known rigs: local"),
+        (["--model", "SmolLM2-135M-Instruct", "--rig", "nope"], "known rigs: gpu, local"),
         (["--model", "SmolLM2-135M-Instruct", "--port", "70000"], "65535"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blink_core.abi.dtypes import SLOT
 from blink_core.transport.checksum import seal_slot, words_checksum
-from tests.unit.device.front_end import reference_checksum
+from verification.scheduler.front_end import reference_checksum
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

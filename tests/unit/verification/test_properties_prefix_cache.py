@@ -1,4 +1,4 @@
-"""The checkers of the prefix cache as its users see it, and of the situations that a log shows: good cases and bad."""
+"""The checkers of the prefix cache as its users see it: good cases and bad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from blink_core.abi.params import SamplingParams
 from verification.history import History, Submitted
 from verification.program import Program, RequestSpec
 from verification.properties import prefix_cache as cache
-from verification.suite.situations import pool_exhausted
 
 PAGE, RING = 4, 1
 
@@ -87,19 +86,3 @@ def test_opt_out(kind: LogKind) -> None:
     assert cache.check_opt_out(log((kind, 1, 5), (kind, 0, 5)), private).verdict == "invalid"
     assert cache.check_opt_out(log((LogKind.PAGE_ALLOC, 0, 6)), private).verdict == "unknown"
     assert cache.check_opt_out(log((kind, 1, 5)), set()).verdict == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("kinds", "exhausted"),
-    [
-        ([], False),
-        ([(LogKind.PREEMPT, 0)], True),
-        ([(LogKind.PREEMPT, 0), (LogKind.STEP, 0)], True),
-        ([(LogKind.PREEMPT, 0), (LogKind.PREEMPT, 0), (LogKind.RESERVATION, 2), (LogKind.STEP, 0)], False),
-        ([(LogKind.PREEMPT, 0), (LogKind.RESERVATION, 1)], True),
-        ([(LogKind.PREEMPT, 0), (LogKind.STEP, 0), (LogKind.PREEMPT, 0), (LogKind.RESERVATION, 2)], True),
-    ],
-)
-def test_pool_exhausted(kinds: list[tuple[LogKind, int]], exhausted: bool) -> None:
-    """Catches: requests that gave way to a reservation, for rows perhaps, taken for a pool without a free page."""
-    assert pool_exhausted(log(*[(kind, 0, a) for kind, a in kinds])) is exhausted

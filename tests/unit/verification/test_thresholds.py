@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verification.thresholds import DEFAULT_PATH, ThresholdError, TieLimit, default_thresholds, load_thresholds
 
@@ -39,6 +40,8 @@ def test_registered_values_are_those_of_the_design() -> None:
         ("version: 1", "version: 2", "version"),
         ("version: 1", "digest: 00\nversion: 1", "digest"),
         ("version: 1", "[", "t.yaml"),
+        ("most_tests: 100", "most_tests: 101", "family-wise"),
+        ("error_rate: 1.0e-6", "error_rate: 1.0e-5", "family-wise"),
     ],
 )
 def test_bad_files_are_refused_with_the_field(tmp_path: Path, old: str, new: str, named: str) -> None:
@@ -49,6 +52,16 @@ def test_bad_files_are_refused_with_the_field(tmp_path: Path, old: str, new: str
         load_thresholds(path)
     with pytest.raises(ThresholdError, match="absent"):
         load_thresholds(tmp_path / "absent.yaml")
+
+
+def test_every_registered_limit_is_used() -> None:
+    """Catches: a limit in the file that no check reads: whoever tightens it changes nothing."""
+    folder = DEFAULT_PATH.parent
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    text += "".join(path.read_text(encoding="utf-8") for path in (folder.parent / "tests").rglob("test_*.py"))
+    sections = yaml.safe_load(DEFAULT_PATH.read_text(encoding="utf-8"))
+    names = [name for values in sections.values() if isinstance(values, dict) for name in values]
+    assert [name for name in names if f".{name}" not in text] == []
 
 
 def test_ties_are_allowed_by_started_blocks() -> None:

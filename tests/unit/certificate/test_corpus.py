@@ -1,0 +1,104 @@
+"""Nightly: a fresh printed seed, earlier failures first, cases over all nights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from verification.certificate.certify import certify
+from verification.certificate.corpus import Corpus, CorpusError, cumulative, entry_of
+from verification.certificate.outcomes import Outcome
+from verification.certificate.records import TestRecord
+from verification.run_context import DEFAULT_SEED, parse_seed
+
+# A test that fails until the file `mended` is there, and others; what ran is noted, with the seed.
+SUITE = """
+import pathlib, pytest
+HERE = pathlib.Path(__file__).parent
+
+@pytest.mark.blink_property("streaming", id="old_fault")
+def test_old_fault(record, blink_run):
+    record.cases(3)
+    with (HERE / "ran").open("a") as stream:
+        stream.write(f"old_fault {blink_run.seed} {blink_run.profile_name}\\n")
+    assert (HERE / "mended").exists()
+
+@pytest.mark.blink_property("streaming", id="fine")
+def test_fine(record, blink_run):
+    record.cases(10)
+    with (HERE / "ran").open("a") as stream:
+        stream.write(f"fine {blink_run.seed}\\n")
+"""
+
+
+@pytest.fixture(autouse=True)
+def child_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer pytest's own settings are none of the inner one's business."""
+    for name in list(os.environ):
+        if name.startswith("PYTEST_") or name in ("BLINK_INVOCATION", "BLINK_JOURNAL_ONLY"):
+            monkeypatch.delenv(name)
+
+
+def test_seeds_are_fresh_outside_smoke() -> None:
+    """Catches: a nightly that draws the same programs every night, continuous integration that does not."""
+    assert parse_seed(None) == (DEFAULT_SEED, "default")
+    for profile in ("nightly", "full"):
+        one, other = parse_seed(None, profile), parse_seed(None, profile)
+        assert one[1] == "random"
+        assert one != other
+        assert parse_seed("7", profile) == (7, "given")
+
+
+def test_failures_run_first_the_next_night_with_their_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches: a failure that is forgotten, or drawn anew; a corpus that is run last; cases that are counted twice, or
+    for one night only."""
+    suite, folder = tmp_path / "suite", tmp_path / "corpus"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(SUITE, encoding="utf-8")
+    outs = [tmp_path / f"night-{i}" for i in range(2)]
+    assert certify("local", None, "nightly", outs[0], seed=5, suite=suite, corpus=folder) == 1
+    (suite / "ran").unlink()
+    (suite / "mended").touch()
+    certify("local", None, "nightly", outs[1], seed=6, suite=suite, corpus=folder)
+    first, *rest = (suite / "ran").read_text(encoding="utf-8").splitlines()
+    assert first == "old_fault 5 nightly"
+    assert sorted(rest) == ["fine 6", "old_fault 6 nightly"]
+    assert "corpus [1/1]: streaming/old_fault, seed 5" in capfd.readouterr().err
+    report = json.loads((outs[1] / "report.json").read_text(encoding="utf-8"))
+    replayed = report["tests"][0]
+    assert (replayed["id"].partition("/")[0], replayed["outcome"], replayed["property"]) == (
+        "corpus",
+        "passed",
+        "streaming",
+    )
+    corpus = report["run"]["facts"]["corpus"]
+    assert (corpus["replayed"], corpus["added"], corpus["cumulative"]["runs"]) == (1, 0, 2)
+    assert corpus["cumulative"]["properties"]["streaming"] == {"cases": 26, "failures": 1}
+
+
+def test_same_draws_count_once(tmp_path: Path) -> None:
+    """Catches: a repeated run that is counted as new evidence."""
+    run = {"seed": 1, "profile": "nightly", "model": None, "sources": "a", "started": "2026-01-02"}
+    run |= {"properties": {"p": {"cases": 10, "failures": 0}}}
+    found = cumulative([run, run, run | {"seed": 2}, run | {"sources": "b"}])
+    assert (found["runs"], found["properties"]["p"]["cases"]) == (3, 30)
+
+
+def test_entries_keep_their_recording_and_damage_is_named(tmp_path: Path) -> None:
+    """Catches: a corpus that drops what it cannot read, or forgets the recorded program."""
+    corpus = Corpus(tmp_path / "corpus")
+    record = TestRecord("p/x", "suite/test_x.py::test_x", "p", Outcome.PRODUCT_FAILURE)
+    recording = tmp_path / "failure-0.json"
+    recording.write_text("{}", encoding="utf-8")
+    entry = entry_of(record, "local", "nightly", "m", 7)
+    assert corpus.add(entry, recording)
+    assert not corpus.add(entry, recording)
+    (found,) = corpus.entries("local")
+    assert (found.test, found.seed, found.model, found.recording is not None) == ("p/x", 7, "m", True)
+    assert corpus.entries("gpu") == []
+    (corpus.folder / "broken.json").write_text('{"format": "other"}', encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"broken\.json"):
+        corpus.entries("local")
