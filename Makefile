@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help doctor certify test lint check bench clean distclean install-verify install-dev model
+.PHONY: help doctor certify test lint check bench flakes clean distclean install-verify install-dev model
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -106,7 +106,15 @@ bench: install-dev model
 	@$(PY) -m blink_core.bench
 	@$(PY) -m verification.benchmarks.decode --model "$(or $(MODEL),$(DEFAULT_MODEL))"
 	@$(PY) -m verification.benchmarks.lockstep
+	@$(PY) -m verification.benchmarks.explorer
+	@$(PY) -m verification.benchmarks.trace
 	@$(PY) -m verification.benchmarks.linearisability
+	@$(PY) -m verification.benchmarks.kv_sanitizer --model "$(or $(MODEL),$(DEFAULT_MODEL))"
+
+# Smoke profiles with different seeds, one after the other; RUNS=20 takes an hour on two cores.
+RUNS ?= 20
+flakes: install-verify model
+	@$(PY) -m verification.benchmarks.flakes --runs $(RUNS) --model "$(or $(MODEL),$(DEFAULT_MODEL))"
 
 clean:
 	rm -rf build allure-results .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

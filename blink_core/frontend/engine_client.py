@@ -14,8 +14,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from blink_core.abi.config import ConfigError, EngineConfig
 from blink_core.abi.dtypes import CONFIG, Array
@@ -30,7 +32,8 @@ from blink_core.frontend.engine_api import (
     TokenOutput,
 )
 from blink_core.frontend.ring_client import ArenaFull, Handle, ProtocolError, RingClient, RingFull, decode_logprobs
-from blink_core.runtime.descriptor import DescriptorError, EngineDescriptor
+from blink_core.runtime.descriptor import KV_COUNTERS, DescriptorError, EngineDescriptor
+from blink_core.runtime.memory import MappedMemory
 from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
 
@@ -64,6 +67,7 @@ class RingEngineClient:
         self._queues: dict[Key, asyncio.Queue[Output]] = {}
         self._tags = itertools.count(1)
         self._failure: str | None = None
+        self.kv_reports: Callable[[], int] | None = None  # of an engine under the KV sanitizer
         self._state = EngineState.READY
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._pump, name="blink-ring-poll", daemon=True)
@@ -246,6 +250,8 @@ class RingEngineClient:
             return EngineHealth(False, "dead", self._failure)
         if self._state in (EngineState.DRAINING, EngineState.DRAINED):
             return EngineHealth(True, "draining", f"engine is {self._state.name.lower()}")
+        if self.kv_reports is not None and (reports := self.kv_reports()):
+            return EngineHealth(True, "ready", f"the KV sanitizer made {reports} reports: see the engine's log")
         return EngineHealth(True, "ready")
 
     async def close(self) -> None:
@@ -361,7 +367,23 @@ async def connect(
         max_logprobs=config.max_logprobs,
     )
     loop = asyncio.get_running_loop()
-    return RingEngineClient(client, limits, descriptor.pid, loop, heartbeat_limit_s=heartbeat_limit_s)
+    made = RingEngineClient(client, limits, descriptor.pid, loop, heartbeat_limit_s=heartbeat_limit_s)
+    made.kv_reports = kv_reports(descriptor)
+    return made
+
+
+def kv_reports(descriptor: EngineDescriptor) -> Callable[[], int] | None:
+    """What counts the reports of the engine's KV sanitizer; None where it runs without, or is out of reach."""
+    info = descriptor.kv_sanitizer
+    if info is None:
+        return None
+    try:
+        memory = MappedMemory(descriptor.pid, info.counters.fd, info.counters.nbytes)
+    except OSError as e:
+        log.warning("the KV sanitizer's counters are out of reach: %s", e)
+        return None
+    counters = np.frombuffer(memory.buffer, np.uint64, len(KV_COUNTERS))
+    return lambda: int(counters[KV_COUNTERS.index("reports")])
 
 
 def open_ring(descriptor: EngineDescriptor, ring: int) -> RingClient:

@@ -29,6 +29,7 @@ class StepBatch:
     context_lens: I32  # [R] key-value length, this step's tokens included
     block_tables: I32  # [R, P] page ids; entries beyond a row's context are not read
     sample_rows: I32  # [S] rows whose last token gets logits
+    origin: I32 | None = None  # [R] of a part of a step: which of the whole step's rows these are; None: they are those
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,17 @@ class Layer:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder, as its operations prepared them; ``embedding`` [vocab, hidden] is the transposed head
+    where they are tied."""
+
+    embedding: F32
+    layers: tuple[Layer, ...]
+    norm: F32
+    head: LinearWeight
+
+
 class Decoder:
     """Reads the weights of a family and runs its forward pass in terms of the layer operations."""
 
@@ -121,6 +132,11 @@ class Decoder:
             self.read_linear(reader, [f"{at}.down_proj"], [c.hidden_size], c.intermediate_size, bias=c.mlp_bias),
         )
 
+    @property
+    def weights(self) -> DecoderWeights:
+        """What was read."""
+        return DecoderWeights(self._embedding, tuple(self._layers), self._norm, self._head)
+
     # -- running -------------------------------------------------------------------------------------------------------
 
     def rotary(self, batch: StepBatch) -> tuple[F32, F32]:
@@ -135,6 +151,7 @@ class Decoder:
         """The step with given cosines and sines."""
         ops, c = self._ops, self.config
         eps, tokens, heads = c.rms_norm_eps, batch.token_ids.size, c.num_heads + c.num_kv_heads
+        ops.begin_run(batch.token_ids, batch.positions, batch.row_starts, batch.context_lens, batch.origin)
         plans = {
             window: ops.plan_attention(batch.row_starts, batch.context_lens, batch.block_tables, kv.page_size, window)
             for window in {layer.window for layer in self._layers}

@@ -35,18 +35,21 @@ class Model:
         return self.network.forward(batch, kv)
 
 
-def load_model(path: str | Path, *, batch_invariant: bool = False) -> Model:
+def load_model(path: str | Path, *, batch_invariant: bool = False, ops: NumpyOps | None = None) -> Model:
     """Load a ``.gguf`` file or a HuggingFace directory as float32 NumPy arrays.
 
     Tensors are mapped and decoded a block at a time straight into their final place, so loading takes little memory
     beyond the weights. ``batch_invariant`` selects the mode of :class:`~blink_core.ops.numpy_ops.NumpyOps` and checks
-    that this machine's BLAS supports it. Raises ModelError (also for truncated files, for missing, unexpected or
-    misshapen tensors, and for weights that are not finite) or its subclass BatchInvarianceError.
+    that this machine's BLAS supports it. ``ops``: operations of that same mode that the model shall run, by default
+    plain ones. Raises ModelError (also for truncated files, for missing, unexpected or misshapen tensors, and for
+    weights that are not finite) or its subclass BatchInvarianceError.
     """
+    if ops is not None and ops.batch_invariant != batch_invariant:
+        raise ValueError(f"batch_invariant is {batch_invariant}, that of the given operations {ops.batch_invariant}")
     path = Path(path)
     config = load_config(path)
     family = FAMILIES[config.architecture]
     reader = WeightReader(open_source(path, family, config))
-    network = family.network(config, reader, NumpyOps(batch_invariant=batch_invariant))
+    network = family.network(config, reader, ops or NumpyOps(batch_invariant=batch_invariant))
     reader.finish()
     return Model(config, batch_invariant, network)

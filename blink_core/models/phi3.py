@@ -96,6 +96,7 @@ class Phi3(Decoder):
                         context_lens=np.array([stop], np.int32),
                         block_tables=batch.block_tables[row : row + 1],
                         sample_rows=np.empty(0, np.int32),
+                        origin=np.array([row], np.int32),
                     )
 
 

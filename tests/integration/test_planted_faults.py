@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from hil_rigs.description import RIGS_DIR
-from tests.planted.build import Mutant, build_mutants
-from tests.planted.engine import MUTANT_ID, MUTANT_MODULE
+from tests.planted.engine import MUTANT
+from verification.mutants import weave
 
 ENGINE = Path(__file__).parents[1] / "planted" / "engine.py"
 
@@ -42,7 +42,8 @@ def test_planted_fault_is_named(name: str, tiny_model: Path, tmp_path: Path) -> 
     rig.write_text(yaml.safe_dump(description))
     environment = {}
     if fault == "native-mutant":
-        environment = {MUTANT_MODULE: str(build_mutants()), MUTANT_ID: str(int(Mutant.ADMIT_YOUNGEST_FIRST))}
+        weave.build()  # here, so that the engine's start does not wait for it
+        environment = {MUTANT: "admit-youngest-first"}
     done = certify(rig, tiny_model, tmp_path / "out", environment)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
