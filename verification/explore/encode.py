@@ -52,7 +52,13 @@ def _errors(scope: Scope, index: int) -> int:
 
 
 def encode(scope: Scope) -> bytes:
-    """Raises ValueError for a program that submits a request twice, not at all, or from another ring."""
+    """Raises ValueError for a program that submits a request twice, not at all, or from another ring, and for several
+    attaches of a ring with unordered words: the state keeps where one predecessor stood, not where each did.
+    """
+    for ring, program in enumerate(scope.programs):
+        attaches = sum(isinstance(op, Attach) for op in program)
+        if scope.unordered and attaches > 1:
+            raise ValueError(f"scope {scope.name}: unordered words and {attaches} attaches of ring {ring}; at most 1")
     words = array("q", [int(scope.outcomes), int(scope.unordered), int(scope.consume_all), scope.tick_us, scope.ticks])
     words.extend([sum(1 << r for r in scope.may_die), int(scope.host), int(scope.plant), len(scope.requests)])
     generation, after = _generations(scope)

@@ -43,6 +43,11 @@ class Graph {
     uint64_t components = 0, largest = 0, stuck = 0, ends = 0;
   };
 
+  // Bytes, those included that `analyse` takes: four words of each state, and a call for each one on the search's path.
+  uint64_t nbytes() const {
+    return edges.capacity() * 4 + first.capacity() * 8 + quiescent.capacity() / 8 + first.size() * (4 * 4 + 16);
+  }
+
   // Finds components, and those in which a fair run may stay without quiescence; and states from which no quiescent one
   // can be reached.
   Result analyse() const {

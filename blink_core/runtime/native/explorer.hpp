@@ -240,10 +240,13 @@ class Explorer {
   void sample(uint32_t number) {
     if (++merged_ % stride_ != 0) return;
     samples_.emplace_back(number, Frontier{}).second.push(world_.now.words, base_);
+    sample_bytes_ += samples_.back().second.nbytes();
     if (samples_.size() < MOST_SAMPLES) return;
     for (size_t i = 0; i < MOST_SAMPLES / 2; ++i) samples_[i] = std::move(samples_[2 * i + 1]);
     samples_.resize(MOST_SAMPLES / 2);
     stride_ *= 2;
+    sample_bytes_ = 0;
+    for (const auto& [_, block] : samples_) sample_bytes_ += block.nbytes();
   }
 
   // Expands the sampled states: each must have the transitions of the state that it was taken for, into the same states.
@@ -277,9 +280,11 @@ class Explorer {
     return true;
   }
 
+  // What the analysis will take is counted from the start, for it cannot stop half way.
   uint64_t nbytes() const {
     const uint64_t n = table_.nbytes() + current_.nbytes() + next_.nbytes() + parents_.capacity() * 4 +
-                       labels_.capacity() * 4 + graph_.edges.capacity() * 4 + graph_.first.capacity() * 8;
+                       labels_.capacity() * 4 + graph_.nbytes() + sample_bytes_ +
+                       samples_.capacity() * sizeof(samples_[0]);
     peak_ = std::max(peak_, n);
     return n;
   }
@@ -337,7 +342,7 @@ class Explorer {
   Label last_ = NO_LABEL;
   uint64_t transitions_ = 0, depth_ = 0, quiescent_ = 0;
   std::vector<std::pair<uint32_t, Frontier>> samples_;
-  uint64_t merged_ = 0, stride_ = 1, reexpanded_ = 0;
+  uint64_t merged_ = 0, stride_ = 1, reexpanded_ = 0, sample_bytes_ = 0;
   mutable uint64_t peak_ = 0;
   bool analysed_ = false;
 };

@@ -122,6 +122,16 @@ def test_what_is_not_finished_is_unknown() -> None:
         assert by in result.message
 
 
+def test_memory_limit_counts_samples_and_analysis() -> None:
+    """Catches: a limit of memory that leaves out the sampled states or what the analysis of the graph takes."""
+    figures = explore(STOP).figures
+    states, bitmap = figures["states"], 8 * -(-figures["state_bytes"] // 512)
+    hashes, parent, analysis = 16, 4 + 4 + 8, 3 * 4 + 4
+    assert figures["reexpanded"] > states > 1000
+    least = states * (hashes + parent + analysis) + figures["transitions"] * 4 + figures["reexpanded"] * bitmap
+    assert figures["peak_bytes"] >= figures["bytes"] > least
+
+
 def test_claims_must_occur() -> None:
     """Catches: a scope that passes although it never met what it was made for."""
     search = explore(replace(TINY, claims=("preemption",)))
@@ -188,6 +198,10 @@ def test_scopes_that_cannot_be() -> None:
         encode(replace(TINY, programs=((Cancel(0), Submit(0)),)))
     with pytest.raises(IndexError, match="grammar masks are not modelled"):
         explore(replace(TINY, config=TINY.config | {"masks": 1}))
+    twice = replace(TINY, requests=(), programs=((Attach(2), Attach(3)),), unordered=True)
+    with pytest.raises(ValueError, match="unordered words and 2 attaches of ring 0; at most 1"):
+        encode(twice)
+    assert encode(replace(twice, programs=((Attach(2),),)))
     config, words = TINY.engine().pack().tobytes(), encode(TINY)
     with pytest.raises(IndexError, match="ends too early"):
         _native.Explorer(config, words[:-8])
