@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from blink_core.abi.enums import Admission
 from blink_core.frontend.engine_client import HEARTBEAT_LIMIT_S, open_ring
@@ -25,7 +25,8 @@ from blink_core.frontend.ring_client import RingClient
 from blink_core.runtime.descriptor import EngineDescriptor
 from blink_core.transport.shm import SHM_DIR, remove_dead_segments
 from hil_rigs.description import RigDescription
-from hil_rigs.engine_memory import EngineMemory
+from hil_rigs.engine_memory import EngineMemory, EngineUnreachable
+from hil_rigs.kv_reports import KvReports
 
 START_TIMEOUT_S = 180.0  # a cold page cache and a busy machine; SmolLM2 takes about 3 s
 STOP_TIMEOUT_S = 20.0
@@ -49,6 +50,7 @@ class LocalOptions:
     batch_invariant: bool = False
     capture: bool = False
     kv_sanitizer: bool = False  # also on if the description says so
+    kv_reports_expected: bool = False  # its plans are made wrong: what its KV sanitizer reports is no failure
     engine_command: tuple[str, ...] = ()  # in place of the description's, if there is any
     verbosity: str = "info"
     heartbeat_limit_s: float = HEARTBEAT_LIMIT_S  # after which the front end takes the engine for lost
@@ -89,6 +91,9 @@ class LocalRig:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._descriptor: EngineDescriptor | None = None
         self._memory: EngineMemory | None = None
+        self._kv: KvReports | None = None
+        self.kv_reported = 0  # reports of the KV sanitizer, of all engines that have been stopped
+        self.kv_first_report: dict[str, Any] = {}  # the first of them; empty where it could not be read
         self._base_url: str | None = None
         self._drawn_port: int | None = None
         self.on_stop: Callable[[], None] = lambda: None  # called before processes are stopped: their memory goes
@@ -184,6 +189,7 @@ class LocalRig:
             self._spawn("engine", self._engine_command())
             self._await("engine", self.run_dir / "engine.json", deadline, cancelled)
             self._descriptor = EngineDescriptor.read(self.run_dir / "engine.json")
+            self._kv = self._kv_reports(self._descriptor)
             if self._http:
                 self._spawn("frontend", self._frontend_command())
                 self._await("frontend", self.run_dir / "frontend.json", deadline, cancelled)
@@ -192,6 +198,16 @@ class LocalRig:
         except BaseException:
             self.stop()
             raise
+
+    @staticmethod
+    def _kv_reports(descriptor: EngineDescriptor) -> KvReports | None:
+        """Opened at the start: the counters of an engine that has died can be read, but not opened."""
+        if descriptor.kv_sanitizer is None:
+            return None
+        try:
+            return KvReports(descriptor)
+        except EngineUnreachable as error:
+            raise RigFailure(str(error)) from error
 
     def _engine_command(self) -> list[str]:
         assert self.run_dir is not None
@@ -300,12 +316,23 @@ class LocalRig:
             if process is None:
                 continue
             self._end(process, signal.SIGTERM)
+        self._keep_kv_reports()
         # A killed engine leaves the name behind.
         (SHM_DIR / f"blink-{self.name}").unlink(missing_ok=True)
         self._descriptor = self._memory = self._base_url = None
         if self.run_dir is not None:
             shutil.rmtree(self.run_dir, ignore_errors=True)
             self.run_dir = None
+
+    def _keep_kv_reports(self) -> None:
+        """What the KV sanitizer of the engine that has ended said; the file goes with its folder."""
+        kv, self._kv = self._kv, None
+        if kv is None or not (made := kv.counters()["reports"]):
+            return
+        if not self.kv_reported:
+            with contextlib.suppress(OSError, ValueError):
+                self.kv_first_report = next(iter(kv.reports()), {})
+        self.kv_reported += made
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

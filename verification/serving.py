@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from blink_core.abi.enums import LogLevel
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
 from hil_rigs.locks import LockTimeout, rig_lock
-from verification.certificate.outcomes import InfrastructureError, RigBroken
+from verification.certificate.outcomes import InfrastructureError, PropertyViolation, RigBroken
 from verification.program import Program, Shape
+from verification.properties import kv_sanitizer
 from verification.run_context import RunContext
 from verification.subject import RING, Subject
 from verification.thresholds import Thresholds
@@ -58,7 +60,8 @@ def serving(
     name: unique within the run and worker; it names all resources.
 
     An exclusive rig is waited for only while another worker of this same run has it. Raises RigBroken when an engine
-    does not start, InfrastructureError when somebody else has the rig.
+    does not start, InfrastructureError when somebody else has the rig. Where the engine runs under the KV sanitizer,
+    raises PropertyViolation at the end if that had anything to report, unless the options expect it.
     """
     description = load_rig(run.rig)
     logs = None if run.out is None else run.out / "logs" / f"{run.worker}-{name}"
@@ -73,6 +76,7 @@ def serving(
             rig.start()
         except RigFailure as error:
             raise RigBroken(f"{name}: {error}") from error
+        stack.push(partial(_require_quiet, name, rig))
         stack.callback(rig.stop)
         rig.memory  # noqa: B018  (mapped now: the memory of an engine that has died can be read, but not opened)
         require_poison(name, rig)
@@ -93,12 +97,23 @@ def serving(
 
 
 def require_poison(name: str, rig: LocalRig) -> None:
-    """Raises RigBroken unless a fresh engine's whole KV pool is NaN: rows that nobody wrote must not read as plausible."""
+    """Raises RigBroken unless a fresh engine's whole KV pool is NaN: rows nobody wrote must not read as plausible."""
     if rig.descriptor.kv is None:
         return
     clean = int((~rig.memory.poisoned_pages()).sum())
     if clean:
         raise RigBroken(f"{name}: {clean} pages of the fresh KV pool are not poisoned with NaN")
+
+
+def _require_quiet(name: str, rig: LocalRig, _: object, error: BaseException | None, __: object) -> None:
+    """Raises PropertyViolation if the KV sanitizer of the engine, which has stopped, reported anything: a reader that
+    was cancelled shows its client nothing. A test that fails already keeps its own error, with a note."""
+    if not rig.kv_reported or rig.options.kv_reports_expected:
+        return
+    result = kv_sanitizer.unexpected(name, rig.kv_reported, rig.kv_first_report)
+    if error is None:
+        raise PropertyViolation(result)
+    error.add_note(result.message)
 
 
 def shape_of(rig: LocalRig, requests: tuple[int, int], most_new: int) -> Shape:

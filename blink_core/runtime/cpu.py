@@ -83,6 +83,7 @@ class CpuRuntime:
         self.scheduler.init()
         self._plan_views = self.layouts["Plan"].views(self.plan.buffer)
         state, requests = self.layouts["State"].views(self.state.buffer), config.rings * config.slots
+        self._header = state["header"]
         self._tables = state["block_tables"].reshape(config.max_rows, config.max_pages)
         self._sampling = state["sampling"]
         self._bias = state["bias"].reshape(requests, config.max_bias)
@@ -103,6 +104,12 @@ class CpuRuntime:
     def status(self, field: str) -> int:
         """A word of the status line, e.g. 'state'."""
         return _native.load_acquire(self._status + _STATUS[field])
+
+    @property
+    def step_given_up(self) -> bool:
+        """For the step that runs: whether the engine stops and no longer waits for it. The boundary that says so then
+        ends its requests and frees their pages, and no other plan follows."""
+        return _native.load_acquire(self._control) != 0 and not int(self._header["in_flight"][0])
 
     def current_plan(self) -> Plan:
         """Views of the plan that waits."""

@@ -55,8 +55,8 @@ class KvReport:
 
     kind: `Mismatch`. table_index: place of the page in the reader's block table. kv: 'k' or 'v'. writer: by the row's
     tag, None if nobody wrote it. same_tokens: the tag's tokens are the reader's, up to the reader's position.
-    page_state: `PageState`'s name, and page_owner: (ring, slot, generation) by the scheduler's own record, None without
-    an owner.
+    page_state: `PageState`'s name, or the number that the record holds in its place, and page_owner: (ring, slot,
+    generation) by the scheduler's own record, None without an owner.
     """
 
     kind: Mismatch
@@ -91,7 +91,7 @@ class KvReport:
             reader=party("reader", int(raw["reader"]), int(raw["step"])),
             writer=party("writer", int(raw["writer"]) - 1, int(raw["writer_step"])) if raw["writer"] else None,
             same_tokens=bool(raw["same_tokens"]),
-            page_state=PageState(int(raw["page_state"])).name,
+            page_state=_state_name(int(raw["page_state"])),
             page_owner=None if owner < 0 else (*divmod(owner, slots), int(raw["page_generation"])),
         )
 
@@ -108,3 +108,11 @@ class KvReport:
             f"{self.table_index} of its block table), written {wrote}; the page is {self.page_state} and belongs to "
             f"{owner}"
         )
+
+
+def _state_name(state: int) -> str:
+    """A record that is broken is what the report is about: it must not keep it from being made."""
+    try:
+        return PageState(state).name
+    except ValueError:
+        return str(state)

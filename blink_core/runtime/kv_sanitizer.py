@@ -125,6 +125,7 @@ class KvSanitizer:
         self._step = 0
         self._run: _Run | None = None
         self._slots = 1
+        self._given_up: Callable[[], bool] = lambda: False
         self._requests: Array = np.zeros(0)
         self._pages: Array = np.zeros(0)
 
@@ -132,6 +133,7 @@ class KvSanitizer:
         """Gives the scheduler's records of requests and pages. Must come before the first step."""
         state = runtime.layouts["State"].views(runtime.state.buffer)
         self._slots, self._requests, self._pages = runtime.config.slots, state["requests"], state["pages"]
+        self._given_up = lambda: runtime.step_given_up
         self.reports.touch()
 
     def count(self, name: str, more: int = 1) -> None:
@@ -280,14 +282,16 @@ class KvSanitizer:
 
     def _page_wrong(self, row: _Row, pages: Array) -> tuple[int, Mismatch] | None:
         """A page whose rows are right, but which the request does not hold any more. Those of a request that is being
-        cancelled are QUARANTINED, or OWNED by -1 for the moment of its release, until the step has ended."""
+        cancelled are QUARANTINED, or OWNED by -1 for the moment of its release, until the step has ended. Those of a
+        step that the engine has given up, for it stops, are free while it reads them, and nobody takes them any more.
+        """
         records = self._pages[pages]
         state, owner = records["state"], records["owner"]
         owned = state == PageState.OWNED
         taken = owned & (owner != -1) & ((owner != row.request) | (records["generation"] != row.generation))
         freed = ~owned & (state != PageState.CACHED) & (state != PageState.QUARANTINED)
         wrong = np.flatnonzero(taken | freed)
-        if not wrong.size:
+        if not wrong.size or self._given_up():  # asked after the records were read, which change after it is so
             return None
         return int(wrong[0]) * self._page_size, Mismatch.TAKEN if taken[wrong[0]] else Mismatch.FREED
 

@@ -238,9 +238,9 @@ def install(folder: Path) -> None:
         try:
             return shipped_run(self, step)
         finally:
-            for undo in planters[id(self)].undo:
-                undo()
-            planters[id(self)].undo = []
+            planter = planters.get(id(self))  # None: the first plan could not be made, which is the error to see
+            while planter is not None and planter.undo:
+                planter.undo.pop(0)()
 
     CpuRuntime.current_plan = current_plan  # type: ignore[method-assign]
     CpuRuntime._run = run  # type: ignore[method-assign]

@@ -67,6 +67,18 @@ def check_quiet(
     return CheckResult(Verdict.VALID, PROPERTY, "quiet", message, {}, measured)
 
 
+def unexpected(engine: str, count: int, first: Mapping[str, Any]) -> CheckResult:
+    """Clause quiet, of an engine that was under the sanitizer beside a test's own checks. count: of reports, above 0;
+    first: the first of them, empty where it could not be read."""
+    what = "which could not be read"
+    if first:
+        reader = "ring {} slot {} generation {}".format(*(_party(first["reader"]) or ()))
+        what = f"{first['kind']}: step {first['step']}, layer {first['layer']} {first['kv']}, page {first['page']}, "
+        what += f"read by {reader} at its position {first['reader']['position']}"
+    message = f"engine {engine}: {count} reports of the KV sanitizer, the first {what}"
+    return CheckResult(Verdict.INVALID, PROPERTY, "quiet", message, {"report": dict(first)}, {})
+
+
 def fault_found(planted: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str | None:
     """Clause named for one planted fault: what is wrong with the report of it, None if nothing is."""
     reader = _identity(planted["reader"])

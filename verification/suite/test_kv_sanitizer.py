@@ -101,8 +101,9 @@ def test_wrong_plans_are_named(tiny: Subject, record: Recorder, judge: Judge, se
     rng, judged = random.Random(seed), Judge(record, judge.folder, judge.about, judge.prompts)
     found = dict.fromkeys(FAULTS, 0)
     everything: list[dict[str, Any]] = []
+    command = ("-m", "verification.faults.wrong_plans")
     with tiny.start(
-        kv_sanitizer=True, engine_command=("-m", "verification.faults.wrong_plans"), pages=40, token_budget=BUDGET
+        kv_sanitizer=True, kv_reports_expected=True, engine_command=command, pages=40, token_budget=BUDGET
     ) as subject:
         kv, folder = KvReports(subject.rig.descriptor), subject.rig.run_dir
         assert folder is not None

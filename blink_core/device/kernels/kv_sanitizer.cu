@@ -228,7 +228,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     if (row.skip != 0) continue;
     const PlanRow& plan = p.plan_rows[r];
     const uint32_t low = window > 0 && row.start + 1 > window ? row.start + 1 - window : 0;
-    for (uint32_t at = low + part * BLOCK + threadIdx.x; at < uint32_t(p.context_lens[r]); at += each * BLOCK) {
+    // What the view says is not to be trusted: too long a context must not lead out of `expected` or the block table.
+    const uint32_t end = min(uint32_t(p.context_lens[r]), p.config->max_len);
+    for (uint32_t at = low + part * BLOCK + threadIdx.x; at < end; at += each * BLOCK) {
+      if (at >= plan.context_len) {  // behind what its request knows
+        note(p, r, key_of(0, 0, POSITION, at));
+        break;
+      }
       const Place place = place_of(p, r, at);
       const Page& page = p.pages[place.page];
       const uint64_t* want = p.expected + (uint64_t(r) * p.config->max_len + at) * 2;

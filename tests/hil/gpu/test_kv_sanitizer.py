@@ -179,3 +179,19 @@ def test_append_that_one_layer_lost(steps: KvSteps) -> None:
     (report,) = twin.reports()
     assert (report.kind, report.layer, report.kv, report.writer) == ("unwritten", 1, "k", None)
     assert (report.reader.slot, report.reader.position) == (handle.slot, 6)
+
+
+def test_context_beyond_what_the_request_knows(steps: KvSteps) -> None:
+    """Catches: a view whose context is too long, which leads the check out of its tables or passes unseen."""
+    twin = Twin(steps)
+    handle = steps.submit(steps.prompt(6), 4)
+    steps.step(beside=twin)
+    for long in (steps.config.max_len + 1000, -1, 7):
+        twin.gpu.condemned[:] = 0
+        twin.view["context_lens"][0] = 6
+        twin.gpu.begin()
+        twin.view["context_lens"][0] = long
+        twin.gpu.check(0, None)
+        report = twin.reports()[-1]
+        assert (report.kind, report.reader.slot, report.reader.position) == ("position", handle.slot, 6)
+    assert len(twin.reports()) == 3

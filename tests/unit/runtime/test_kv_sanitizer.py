@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blink_core.abi.enums import ErrorReason, EventKind, PageState
+from blink_core.abi.enums import ErrorReason, EventKind, PageState, StepStatus
 from blink_core.ops.kv_tags import OWNER, places, prefixes
 from blink_core.runtime import kv_sanitizer
-from blink_core.runtime.cpu import Plan
+from blink_core.runtime.cpu import CpuRuntime, Plan
 from blink_core.runtime.descriptor import KV_COUNTERS
 from blink_core.runtime.model_step import step_batch
 from blink_core.transport.checksum import words_checksum
 from tests.kv_steps import LAYERS, KvSteps
+from verification.faults import wrong_plans
 from verification.faults.wrong_plans import FAULTS, FILE, Planter, seed_of
 from verification.properties.kv_sanitizer import fault_found
 
@@ -205,6 +206,62 @@ def test_cancel_in_the_middle_of_a_step(steps: KvSteps) -> None:
     steps.step(batch_change=cancelled)
     steps.run()
     assert steps.reports() == []
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_step_that_a_stop_gave_up(stops: bool, steps: KvSteps) -> None:
+    """Catches: pages that a stop freed under a step which it no longer waits for, called freed too early; the same
+    without a stop, or ahead of the boundary that follows it, forgiven."""
+    steps.submit(steps.prompt(6), 20)
+    for _ in range(3):
+        steps.step()
+    state = steps.runtime.layouts["State"].views(steps.runtime.state.buffer)
+
+    def given_up(batch: Any) -> Any:
+        steps.runtime.request_stop()
+        assert not steps.runtime.step_given_up
+        if stops:
+            steps.runtime.scheduler.boundary(steps.now)  # the loop's, when the stop's time of grace is over
+            assert steps.runtime.step_given_up
+        else:
+            state["pages"]["state"][batch.block_tables[0]] = PageState.FREE
+        assert PageState.FREE in state["pages"]["state"][batch.block_tables[0]].tolist()
+        return batch
+
+    steps.step(batch_change=given_up)
+    assert [report["kind"] for report in steps.reports()] == ([] if stops else ["freed"])
+
+
+def test_report_of_a_page_whose_record_is_broken(steps: KvSteps) -> None:
+    """Catches: a corrupt record of a page that makes the report itself fail."""
+    handle = steps.submit(steps.prompt(6), 20)
+    steps.step()
+    pages = steps.runtime.layouts["State"].views(steps.runtime.state.buffer)["pages"]
+
+    def broken(batch: Any) -> Any:
+        pages["state"][batch.block_tables[0, 0]] = 77
+        return batch
+
+    steps.step(batch_change=broken)
+    (report,) = steps.reports()
+    assert (report["kind"], report["page_state"]) == ("freed", "77")
+    assert report["reader"]["slot"] == handle.slot
+
+
+def test_wrong_plans_hide_no_error(
+    steps: KvSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: an engine whose first plan cannot be made and that ends by another error than the one to see."""
+
+    def broken(*_: object) -> Planter:
+        raise OSError("no plan")
+
+    for name in ("current_plan", "_run"):
+        monkeypatch.setattr(CpuRuntime, name, getattr(CpuRuntime, name))  # put back at the end
+    monkeypatch.setattr(wrong_plans, "Planter", broken)
+    wrong_plans.install(tmp_path)
+    assert steps.runtime._run(lambda plan: None) is StepStatus.FAILED
+    assert "no plan" in caplog.text
 
 
 def _swap_all(plan: Plan) -> Plan:
