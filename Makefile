@@ -8,6 +8,7 @@
 #   OUT=out/certify         where the report goes
 #   RIG=local PROFILE=smoke SEED=   passed to `blink certify`
 #   TORCH_INDEX_URL=url     package index to take torch from (README: choosing a build of torch)
+#   JOBS=2                  processes that run the tests; 0: in one, as when debugging
 #   PYTEST_ARGS=            more arguments for pytest
 
 SHELL := /bin/bash
@@ -25,6 +26,7 @@ RIG ?= local
 PROFILE ?= smoke
 SEED ?=
 TORCH_INDEX_URL ?=
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 DEFAULT_MODEL := SmolLM2-135M-Instruct
@@ -49,7 +51,7 @@ define pip_install
 endef
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,11p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,12p'
 
 doctor:
 	@$(PYTHON) -c 'import json, venv' 2>/dev/null || { echo "$(PYTHON) is not there, or lacks its standard library. \
@@ -100,7 +102,7 @@ lint: install-dev
 
 check: install-dev model
 	@echo "== pytest"
-	@OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	@OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 bench: install-dev model
 	@$(PY) -m blink_core.bench
