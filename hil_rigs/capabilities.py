@@ -35,6 +35,10 @@ PROPERTY_NEEDS: Final = MappingProxyType(
         "cross-rig-agreement": _ENGINE,
         "tester-determinism": _ENGINE,
         "small-scopes": ("cpu",),
+        "specification": ("cpu",),
+        "conformance": _ENGINE,
+        "ring-model": ("cpu",),
+        "mutants": ("cpu",),
     }
 )
 """Property of `blink certify` -> capabilities it needs; where a rig does not have them, the property is `filtered`."""

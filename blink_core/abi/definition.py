@@ -388,7 +388,7 @@ STATE_HEADER = Struct(
         Field("lru_tail", "i32", "most recently used one or -1"),
         Field("idle_cached", "u32", "cached pages without refs"),
         Field("next_ring", "u32", "ring whose turn it is in each class", PRIORITIES),
-        Field("clock_due", "u32", "call whose CLOCK entry is to be logged before its first: 1 poll, 2 boundary; 0: none"),
+        Field("clock_due", "u32", "call whose CLOCK entry is due before its first: 1 poll, 2 boundary; 0: none"),
     ),
 )
 

@@ -112,7 +112,7 @@ class LogKind(IntEnum):
     PAGE_UNSHARE = 20  # a cached page, b refs after (level ALL)
     PAGE_PUBLISH = 21  # a page, b index in the prefix, c its parent (level ALL)
     PAGE_EVICT = 22  # a page (level ALL)
-    CLOCK = 23  # a call's first entry: slot 1 of a boundary, 0 of a poll; a low, b high half of the clock, c boundaries (ALL)
+    CLOCK = 23  # a call's first: slot 1 of a boundary, 0 of a poll; a low, b high half of the clock, c boundaries (ALL)
     CREDITS = 24  # input: a low, b high half of the front end's head (level ALL)
     SQ_ENTRY = 25  # input: a low, b high half of the word taken, c SQ index (level ALL)
     RESULT = 26  # input: a token, b StepStatus, c bits of the logprob (level ALL)

@@ -505,7 +505,7 @@ struct alignas(8) StateHeader {
   int32_t lru_tail;  // most recently used one or -1
   uint32_t idle_cached;  // cached pages without refs
   uint32_t next_ring[4];  // ring whose turn it is in each class
-  uint32_t clock_due;  // call whose CLOCK entry is to be logged before its first: 1 poll, 2 boundary; 0: none
+  uint32_t clock_due;  // call whose CLOCK entry is due before its first: 1 poll, 2 boundary; 0: none
   uint8_t reserved_[68];
 };
 static_assert(sizeof(StateHeader) == 256);

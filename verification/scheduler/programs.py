@@ -104,7 +104,8 @@ def configs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> EngineConfig:
         slots=slots,
         max_len=max_len,
         page_size=page_size,
-        pages=2 + draw(st.integers(max(1, longest - 1), longest + 3)),
+        pages=2
+        + draw(st.sampled_from([longest, max(1, longest - 1), max(1, longest - 1), *range(longest + 1, longest + 4)])),
         max_rows=max_rows,
         token_budget=max_rows + draw(st.integers(0, 5)),
         cq_entries=draw(st.sampled_from([1, 2, 4])) << (slots + max_rows - 1).bit_length(),

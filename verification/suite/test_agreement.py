@@ -22,7 +22,10 @@ from verification.properties.agreement import PROPERTY, Ran
 from verification.result import CheckResult, Verdict
 from verification.run_context import RunContext
 
-pytestmark = [pytest.mark.blink_property(PROPERTY), pytest.mark.capability("cpu", "shared-memory", "oracle")]
+pytestmark = [
+    pytest.mark.blink_property("cross-rig-agreement"),
+    pytest.mark.capability("cpu", "shared-memory", "oracle"),
+]
 
 GROUPS = (1, 3, 4)
 LOCKSTEP = {"smoke": 8, "nightly": 100, "full": 400}

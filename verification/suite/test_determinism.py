@@ -21,7 +21,10 @@ from verification.result import CheckResult, Verdict
 from verification.run_context import RunContext
 
 PROPERTY = "tester-determinism"
-pytestmark = [pytest.mark.blink_property(PROPERTY), pytest.mark.capability("cpu", "shared-memory", "oracle")]
+pytestmark = [
+    pytest.mark.blink_property("tester-determinism"),
+    pytest.mark.capability("cpu", "shared-memory", "oracle"),
+]
 
 LIVE = {"smoke": 2, "nightly": 10, "full": 40}
 LOCKSTEP = {"smoke": 10, "nightly": 100, "full": 400}

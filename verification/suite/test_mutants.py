@@ -59,7 +59,10 @@ def _run(
         for name, cell in row.cells.items():
             if row.cls and cell.run:
                 record.planted_fault(f"{row.cls} {row.mutant}: {name}", caught=cell.hits, planted=cell.run)
-    verdict = matrix.judge(rows, whole=whole, excused=matrix.equivalents())
+    excused = matrix.equivalents()
+    for one in matrix.by_class(rows, excused):
+        print(one)
+    verdict = matrix.judge(rows, whole=whole, excused=excused)
     record.cases(sum(cell.run for row in rows for cell in row.cells.values()))
     _keep(evidence, "kill-matrix.json", [row.to_json() for row in rows])
     figures = {

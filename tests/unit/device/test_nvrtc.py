@@ -24,4 +24,4 @@ def test_scheduler_compiles_for_gpus() -> None:
 def test_compiler_errors_are_reported() -> None:
     """Catches: a compile error that is swallowed, so that the test above would pass on broken source."""
     with pytest.raises(CompileError, match="sm_80.*error"):
-        compile_scheduler("sm_80", ("-DBLINK_MUTANTS=1", "-Dactive_mutant=1+"))
+        compile_scheduler("sm_80", ("-Dstep_boundary=+",))

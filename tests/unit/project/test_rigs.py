@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,10 @@ def test_each_suite_property_has_its_needs() -> None:
     suite = Path(verification.__file__).parent / "suite"
     marked = set()
     for path in suite.glob("test_*.py"):
-        marked |= set(re.findall(r'blink_property\(\s*"([a-z-]+)"', path.read_text()))
+        module = import_module(f"verification.suite.{path.stem}")
+        for thing in (module, *vars(module).values()):
+            marks = getattr(thing, "pytestmark", ())
+            marked |= {mark.args[0] for mark in marks if getattr(mark, "name", "") == "blink_property"}
     assert marked == set(PROPERTY_NEEDS)
 
 

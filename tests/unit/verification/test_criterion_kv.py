@@ -156,8 +156,8 @@ def test_shapes_and_oracle_faults(rig: Rig, limits: Thresholds) -> None:
 def test_an_ill_conditioned_row_is_held_against_its_own_error() -> None:
     """A row on which HuggingFace float32 errs most may err alike in the engine, and not 8 times as much.
 
-    Catches: one V row in 39,240 of SmolLM2, 2.2 times HuggingFace's own error there, called corruption by the layer's p99
-    (seed 42242999201010).
+    Catches: one V row in 39,240 of SmolLM2, 2.2 times HuggingFace's own error there, called corruption by
+    the layer's p99 (seed 42242999201010).
     """
     limits = load_thresholds().kv
     shape = (2, 1, 200, 1)
