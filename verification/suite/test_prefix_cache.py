@@ -86,7 +86,8 @@ def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: in
         for result in [*observation.results, kv_conservation.check_log(before, after)]:
             judge(result, history)
         hits = [row for boundary in observation.rows for row in boundary if row.found > 0]
-        judge(kv_content.check_tokens(history, hits), history)
+        if hits:  # a busy machine may not have been looked at while anybody ran; the next program may
+            judge(kv_content.check_tokens(history, hits), history)
         judge(prefix_cache.check_hits(history, sharing.shape.page_size, expected=True), history)
         latest = {(row.slot, row.generation): row for row in hits}
         rows += latest.values()
