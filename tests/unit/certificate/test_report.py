@@ -252,3 +252,12 @@ def test_situation_that_the_rig_cannot_reach_is_no_warning(make_report: MakeRepo
     assert "situation launch-118 was not reached" not in built["warnings"]
     assert "situation ring-wrap was not reached" in built["warnings"]
     assert (by_name["preemption"]["count"], by_name["preemption"]["tests"]) == (5, [records[0].id, records[1].id])
+
+
+def test_property_of_another_profile_is_filtered_and_not_missing(
+    make_report: MakeReport, records: list[TestRecord]
+) -> None:
+    """Catches: a report that calls missing what nobody asked for, as `mutants` in profile smoke."""
+    extra = [TestRecord("mutants/sample", "n1", "mutants", Outcome.FILTERED, message="for profile nightly")]
+    values = make_report([*records, *extra])
+    assert {p["name"]: p["outcome"] for p in values["properties"]}["mutants"] == Outcome.FILTERED
