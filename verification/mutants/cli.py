@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verification.mutants.model import CLASSES, Mutant, RegistryError, by_name, load
+
+if TYPE_CHECKING:
+    from verification.mutants.matrix import ClassResult, Verdict
 
 app = typer.Typer(help="Seeded faults of the product, and which checkers notice them.", no_args_is_help=True)
 
@@ -100,12 +105,47 @@ def run_command(
     verdict = matrix.judge(rows, whole=whole, excused=excused)
     kept = {"root": root, "seeds": seeds, "rows": [row.to_json() for row in rows], "problems": list(verdict.problems)}
     kept["checkers"] = {one.name: sorted(one.functions) for one in every() if any(one.name in r.cells for r in rows)}
-    (out / "matrix.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    (out / "matrix.txt").write_text(matrix.table(rows) + "\n", encoding="utf-8")
+    name = "matrix" if parts == 1 else f"matrix-{part}-of-{parts}"
+    (out / f"{name}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    (out / f"{name}.txt").write_text(matrix.table(rows) + "\n", encoding="utf-8")
+    _tell(matrix.by_class(rows, excused), verdict)
+
+
+def _tell(classes: Sequence[ClassResult], verdict: Verdict) -> None:
+    """Prints what became of each class and the verdict. Raises typer.Exit with its code."""
+    for one in classes:
+        typer.echo(str(one))
     for problem in verdict.problems:
         typer.echo(f"problem: {problem}")
     typer.echo(str(verdict))
     raise typer.Exit(EXIT_SURVIVORS if verdict.problems else 0)
+
+
+@app.command("report")
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Folders with results of `run`, such as those of its shards.")],
+    where: Annotated[str | None, typer.Option("--where", help="Only mutants of this kind.")] = None,
+    full: Annotated[bool, typer.Option("--table", help="Print the matrix, too.")] = False,
+) -> None:
+    """Join results into one matrix and judge it, without running anything. Exit codes as those of `run`."""
+    from verification.mutants import matrix
+
+    try:
+        rows = [row for row in matrix.kept(folders) if where is None or row.where == where]
+        excused = matrix.equivalents()
+    except RegistryError as error:
+        raise _fail(str(error)) from error
+    asked = {m.name: m.cls for m in _chosen(None, None, where) if m.where != "cuda"}
+    there = {row.mutant for row in rows}
+    rows = [row for row in rows if not row.cls or row.mutant in asked]
+    whole = sorted(set(asked.values()))
+    verdict = matrix.judge(rows, whole=whole, excused=excused)
+    more = [f"{len(asked.keys() - there)} mutants were not run"] if asked.keys() - there else []
+    versions = len({row.sources for row in rows})
+    more += [f"the rows are of {versions} versions of the sources"] if versions > 1 else []
+    if full:
+        typer.echo(matrix.table(rows))
+    _tell(matrix.by_class(rows, excused), replace(verdict, problems=(*verdict.problems, *more)))
 
 
 @app.command("automatic")

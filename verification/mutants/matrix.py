@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import yaml
 
 import verification
 from verification.mutants import hook, native, weave
-from verification.mutants.checkers import every
+from verification.mutants.checkers import every, find
 from verification.mutants.checkers.base import Checker, classes_of, independent
 from verification.mutants.model import PRODUCT, Mutant, RegistryError
 from verification.mutants.session import Session, WorkerLost
-from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
+from verification.mutants.worker import FOUND, NOTHING, Job, Outcome
 
 SEEDS = 10
 KILLED_SHARE = 0.9
@@ -73,13 +73,14 @@ class Cell:
 
 @dataclass(slots=True)
 class Row:
-    """One mutant and its cells; cls "" for the control."""
+    """One mutant and its cells; cls "" for the control. sources: digest of product and suite that it was run on."""
 
     mutant: str
     cls: str
     where: str
     digest: str
     cells: dict[str, Cell]
+    sources: str = ""
 
     @property
     def killers(self) -> list[str]:
@@ -90,7 +91,8 @@ class Row:
             name: {key: getattr(cell, key) for key in Cell.__slots__} | {"killed": cell.killed}
             for name, cell in self.cells.items()
         }
-        return {"mutant": self.mutant, "class": self.cls, "where": self.where, "digest": self.digest, "cells": cells}
+        told = {"mutant": self.mutant, "class": self.cls, "where": self.where, "digest": self.digest}
+        return told | {"sources": self.sources, "cells": cells}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Row:
@@ -98,7 +100,7 @@ class Row:
             name: Cell(**{key: value for key, value in cell.items() if key != "killed"})
             for name, cell in told["cells"].items()
         }
-        return cls(told["mutant"], told["class"], told["where"], told["digest"], cells)
+        return cls(told["mutant"], told["class"], told["where"], told["digest"], cells, told.get("sources", ""))
 
 
 def needed(seeds: int) -> int:
@@ -183,12 +185,10 @@ class Matrix:
         known = self._known(f"{CONTROL}-{where}", "".join(names))
         if known is not None:
             return known
-        row = Row(f"{CONTROL}-{where}", "", where, self._digest("".join(names)), {})
+        row = Row(f"{CONTROL}-{where}", "", where, self._digest("".join(names)), {}, self._sources)
         with _lazily(lambda: Session(hook.environment(None, self.folder))) as own:
             for name in names:
-                row.cells[name] = Cell(name, len(self.seeds))
-                for seed in self.seeds:
-                    row.cells[name].add((session or own).get().run(Job(name, seed)), "")
+                row.cells[name] = self._cell(find(name), session or own, None, 0)
         return self._keep(row)
 
     def _row(self, mutant: Mutant, checkers: Sequence[Checker], session: _Lazy, identity: int) -> Row:
@@ -196,14 +196,24 @@ class Matrix:
         known = self._known(mutant.name, key)
         if known is not None:
             return known
-        row = Row(mutant.name, mutant.cls, mutant.where, self._digest(key), {})
+        row = Row(mutant.name, mutant.cls, mutant.where, self._digest(key), {}, self._sources)
         for checker in checkers:
-            cell = row.cells[checker.name] = Cell(checker.name, len(self.seeds))
-            for seed in self.seeds:
-                if cell.decided:
-                    break
-                cell.add(session.get().run(Job(checker.name, seed, mutant.name, identity)), mutant.cls)
+            row.cells[checker.name] = self._cell(checker, session, mutant, identity)
         return self._keep(row)
+
+    def _cell(self, checker: Checker, session: _Lazy, mutant: Mutant | None, identity: int) -> Cell:
+        """All seeds of one checker, or as many as decide; one run stands for all of a checker that takes no seed."""
+        cell, outcome = Cell(checker.name, len(self.seeds)), None
+        name, cls = ("", "") if mutant is None else (mutant.name, mutant.cls)
+        for seed in self.seeds:
+            if mutant is not None and cell.decided:
+                break
+            if outcome is None or not getattr(checker, "deterministic", False):
+                outcome = session.get().run(Job(checker.name, seed, name, identity))
+            else:
+                outcome = replace(outcome, seconds=0.0)
+            cell.add(outcome, cls)
+        return cell
 
     def _digest(self, key: str) -> str:
         return hashlib.sha256(f"{self._sources}{key}{self.seeds}".encode()).hexdigest()
@@ -306,20 +316,75 @@ def judge(rows: Sequence[Row], *, whole: Sequence[str] = (), excused: dict[str, 
         elif not row.killers and row.mutant not in excused:
             tried = ", ".join(f"{name} {cell}" for name, cell in row.cells.items()) or "no checker"
             problems.append(f"{row.mutant} (class {row.cls}) survives: {tried}")
-    for cls in whole:
-        if not has_independent_killers([row for row in mutants if row.cls == cls]):
-            problems.append(f"class {cls}: no two checkers that share no check function have kills in it")
+    for one in by_class(mutants, excused):
+        if one.cls in whole and not one.pair:
+            problems.append(f"class {one.cls}: no two checkers that share no check function have kills in it")
     counted = [row for row in mutants if row.mutant not in excused]
     return Verdict(
         sum(bool(row.killers) for row in counted), len(counted), len(mutants) - len(counted), tuple(problems)
     )
 
 
-def has_independent_killers(rows: Sequence[Row]) -> bool:
-    """Whether two checkers that share no function have each killed one of these mutants at least."""
-    names = {name for row in rows for name in row.killers}
-    checkers = [one for one in every() if one.name in names]
-    return any(independent(a, b) for a, b in combinations(checkers, 2))
+@dataclass(frozen=True, slots=True)
+class ClassResult:
+    """Of one class: mutants, those killed, those argued equivalent, and those killed by two independent checkers.
+
+    pair: two checkers that share no check function and have kills in the class, those with the most; empty if none.
+    """
+
+    cls: str
+    mutants: int
+    killed: int
+    equivalent: int
+    twice: int
+    pair: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        pair = " and ".join(f"{name} ({kills})" for name, kills in self.pair) or "no two independent checkers"
+        argued = f", {self.equivalent} argued equivalent" if self.equivalent else ""
+        return (
+            f"class {self.cls}: {self.mutants} mutants, {self.killed} killed{argued}, "
+            f"{self.twice} by two independent checkers; {pair}"
+        )
+
+
+def by_class(rows: Sequence[Row], excused: dict[str, str] | None = None) -> list[ClassResult]:
+    """The classes of these rows, in order of their letters."""
+    checkers = {one.name: one for one in every()}
+    out = []
+    for cls in sorted({row.cls for row in rows if row.cls}):
+        mine = [row for row in rows if row.cls == cls]
+        kills = {name: sum(name in row.killers for row in mine) for name in checkers}
+        pairs = [
+            (a, b)
+            for a, b in combinations((name for name in checkers if kills[name]), 2)
+            if independent(checkers[a], checkers[b])
+        ]
+        best = max(pairs, key=lambda pair: (min(kills[n] for n in pair), sum(kills[n] for n in pair)), default=())
+        twice = sum(any(a in row.killers and b in row.killers for a, b in pairs) for row in mine)
+        argued = sum(row.mutant in (excused or {}) and not row.killers for row in mine)
+        killed = sum(bool(row.killers) for row in mine)
+        most_first = sorted(((name, kills[name]) for name in best), key=lambda one: (-one[1], one[0]))
+        out.append(ClassResult(cls, len(mine), killed, argued, twice, tuple(most_first)))
+    return out
+
+
+def kept(folders: Sequence[Path]) -> list[Row]:
+    """The rows that lie in these folders, such as those of shards; of one mutant, that of the first folder. Raises
+    RegistryError for folders without any."""
+    out: dict[str, Row] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.json")):
+            try:
+                told = json.loads(path.read_text(encoding="utf-8"))
+                row = Row.from_json(told) if "cells" in told else None
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise RegistryError(f"{path}: no row of a kill matrix: {error}") from error
+            if row is not None:
+                out.setdefault(f"{folder}/{row.mutant}" if not row.cls else row.mutant, row)
+    if not out:
+        raise RegistryError(f"no rows in {', '.join(map(str, folders))}")
+    return list(out.values())
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -332,6 +397,3 @@ def table(rows: Sequence[Row]) -> str:
         marks = " ".join(f"{'-' if c is None else f'{c.hits}/{c.run}' + '*' * c.killed:>14}" for c in cells)
         lines.append(f"{row.mutant:{width}} {row.cls:5} {marks}")
     return "\n".join(lines)
-
-
-__all__ = ["CRASH", "TIMEOUT", "Cell", "Matrix", "Row", "Verdict", "equivalents", "judge", "seeds_of", "table"]

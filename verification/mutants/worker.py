@@ -147,8 +147,9 @@ def _prepare(told: dict[str, Any]) -> None:
 
     load()
     for name in told["checkers"]:
-        prepare = getattr(find(name), "prepare", None)
-        for seed in told["seeds"] if prepare else ():
+        if (prepare := getattr(find(name), "prepare", None)) is None:
+            continue
+        for seed in told["seeds"]:
             prepare(seed)
     gc.collect()
     gc.freeze()  # forks share what is never touched again

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from blink_core.abi.enums import LogKind, LogLevel, Op
 from verification.lockstep import driver as words
 from verification.lockstep.observe import describe
 from verification.lockstep.programs import Program, config_of, execute
-from verification.lockstep.run import Native, records, run_native
+from verification.lockstep.run import Native, records
 from verification.trace.format import Entry, Header, Trace
 from verification.trace.submission import Submission, capture
 
@@ -45,16 +46,28 @@ def logged(program: Program) -> Program:
 def trace_of(program: Program, native: Native = _native, *, payloads: bool = True, seed: str = "") -> Trace:
     """Runs a program, whose log level must be ALL, on the compiled scheduler. Raises ValueError for another level."""
     driver = execute(program).d
-    config = driver.config
+    notes = {"program": {"shape": program.shape.hex(), "ops": b"".join(program.ops).hex()}}
+    return trace_of_words(driver.config, driver.words, native, payloads=payloads, seed=seed, notes=notes)
+
+
+def trace_of_words(
+    config: EngineConfig,
+    program: list[int],
+    native: Native = _native,
+    *,
+    payloads: bool = True,
+    seed: str = "",
+    notes: dict[str, Any] | None = None,
+) -> Trace:
+    """The same for a program whose words are there already: those of its driver. Raises ValueError as `trace_of`."""
     if config.log_level != LogLevel.ALL:
         raise ValueError(f"the program logs at level {config.log_level}, conformance needs {LogLevel.ALL.name}")
     flat = array("q")
-    flat.frombytes(run_native(driver, native))
-    notes = {"program": {"shape": program.shape.hex(), "ops": b"".join(program.ops).hex()}}
-    header = Header(config, "drawn", model="lock-step", rig="none", seed=seed, payloads=payloads, notes=notes)
+    flat.frombytes(native.run_lockstep(config.pack().tobytes(), array("q", program).tobytes()))
+    header = Header(config, "drawn", model="lock-step", rig="none", seed=seed, payloads=payloads, notes=notes or {})
     trace = Trace(replace(header), end={"reason": "the program ended"})
     memory = _Memory(config)
-    calls = _calls(driver.words, memory)
+    calls = _calls(program, memory)
     for record in records(flat.tolist()):
         next(calls)  # up to the call that this record follows
         for entry in _log(config, record):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pkgutil
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +15,10 @@ import pytest
 
 from blink_core.abi.enums import EventKind, FinishReason
 from verification.mutants import matrix, native, weave, worker
+from verification.mutants.checkers import every, find
 from verification.mutants.checkers.base import Finding, Product
-from verification.mutants.model import Mutant, by_name, load
+from verification.mutants.checkers.scopes import RULES
+from verification.mutants.model import PRODUCT, Mutant, by_name, load
 from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
 from verification.scheduler.harness import Harness, next_token, small_config
 
@@ -155,6 +159,67 @@ def test_verdict_needs_clean_controls_and_kills() -> None:
     assert "share no check function" in matrix.judge([clean, row("a", "K", killed)], whole=["K"]).problems[0]
 
 
+def test_class_needs_two_checkers_that_share_nothing() -> None:
+    """Catches: a pair that decides by one function counted as two, or kills of one mutant counted for another."""
+
+    def named(name: str, kills: bool) -> matrix.Cell:
+        made = matrix.Cell(name, 10)
+        for _ in range(10):
+            made.add(Outcome(FOUND if kills else NOTHING, "rule", ["K"] if kills else []), "K")
+        return made
+
+    def judged(*rows: matrix.Row) -> matrix.ClassResult:
+        (result,) = matrix.by_class(rows, {"c": "because"})
+        return result
+
+    a = row("a", "K", named("lock-step", True), named("log-conformance", True), named("raw-memory", False))
+    alone = judged(a)  # both of them ask the specification
+    assert (alone.mutants, alone.killed, alone.twice, alone.pair) == (1, 1, 0, ())
+    b = row("b", "K", named("raw-memory", True))
+    both = judged(a, b, row("c", "K", named("raw-memory", False)))
+    assert (both.mutants, both.killed, both.equivalent, both.twice) == (3, 2, 1, 0)
+    assert {name for name, _ in both.pair} & {"lock-step", "log-conformance"}
+    assert ("raw-memory", 1) in both.pair
+    assert judged(row("d", "K", named("lock-step", True), named("raw-memory", True))).twice == 1
+
+
+def test_functions_of_checkers_exist() -> None:
+    """Catches: independence by names of functions that are not there, or not called so any more."""
+    for checker in every():
+        for dotted in checker.functions:
+            if ".native." in dotted:  # C++: a class of a header
+                *folder, file, name = dotted.split(".")
+                header = PRODUCT.joinpath(*folder, f"{file}.hpp")
+                assert re.search(rf"^(class|struct) {name}\b", header.read_text(encoding="utf-8"), re.MULTILINE), dotted
+                continue
+            pkgutil.resolve_name(dotted)
+
+
+def test_explorer_names_no_rule_without_classes() -> None:
+    """Catches: a clause of the explorer whose findings kill nothing because nobody says what it speaks of."""
+    named: set[str] = set()
+    for path in (PRODUCT / "blink_core" / "runtime" / "native").glob("explore*.hpp"):
+        named |= set(re.findall(r'"([A-Z][0-9]+|liveness)"', path.read_text(encoding="utf-8")))
+    assert named == RULES.keys()
+
+
+def test_one_run_stands_for_all_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a search without chance that is run again for each seed, or counted once against nine of ten."""
+    asked: list[Job] = []
+
+    class Once:
+        def get(self) -> Once:
+            return self
+
+        def run(self, job: Job) -> Outcome:
+            asked.append(job)
+            return Outcome(FOUND, "K1", ["K"], seconds=5.0)
+
+    made = matrix.Matrix(tmp_path, matrix.seeds_of(1, 10))
+    cell = made._cell(find("small-scopes"), Once(), NATIVE[0].model_copy(update={"cls": "K"}), 1)  # type: ignore[arg-type]
+    assert (cell.killed, cell.run, cell.seconds, len(asked)) == (True, 10, 5.0, 1)
+
+
 def test_matrix_runs_and_resumes(tmp_path: Path) -> None:
     """Catches: a matrix that kills nothing, or that runs again what it has run; a control that finds something."""
     chosen = [by_name(name) for name in ("leak-page-on-cancel", "urgent-goes-last", "nan-temperature")]
@@ -166,3 +231,4 @@ def test_matrix_runs_and_resumes(tmp_path: Path) -> None:
     again = matrix.Matrix(tmp_path, matrix.seeds_of(3, 2), checkers=names, say=said.append).rows(chosen)
     assert len(said) == 4
     assert [r.to_json() for r in again] == [r.to_json() for r in rows]
+    assert sorted(r.mutant for r in matrix.kept([tmp_path])) == sorted(r.mutant for r in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 from verification.mutants.checkers.base import Checker
 
 # Of native mutants, with nothing that loads slowly; those of Python ones are found by their files.
-NATIVE = ("lock_step", "stepped", "live", "races")
+NATIVE = ("lock_step", "stepped", "live", "races", "scopes", "conformance", "linearisable")
 
 
 @cache

@@ -70,7 +70,8 @@ class Checker(Protocol):
     that decide (not those that drive the product); two checkers count as independent if they share none. seconds: how
     long one seed may take; past it the run is a timeout. A checker may have `prepare(seed)` as well: it draws the test
     of a seed and keeps it, before processes are forked that run it on many mutants; and `applies(mutant)`, if it is
-    for some mutants of its classes only.
+    for some mutants of its classes only; and `deterministic`, true if it takes nothing from its seed: one run then
+    stands for all seeds.
     """
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
+from types import MappingProxyType
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import ErrorReason, EventKind, LogKind, LogLevel
@@ -17,22 +19,71 @@ from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.model import Mutant
 from verification.trace.drawn import logged
 
-PROGRAMS, LENGTH = 220, 45  # of one seed
-# What a program has more of than `KINDS` weighs; each gets a share of the programs.
-THEMES: tuple[tuple[str, ...], ...] = (
-    (),
-    (),
-    ("bad",),
-    ("bad", "fix", "poll", "wait"),
-    ("cancel", "burst", "poll"),
-    ("slow", "consume", "bad_head", "burst"),
-    ("silent", "wait", "restart"),
-    ("fault", "mask", "burst"),
-    ("fault", "cancel", "poll"),
-    ("fault", "cancel", "step"),
-    ("bad", "step"),
-    ("cancel", "submit", "poll", "boundary"),
-    ("end", "burst", "submit"),
+PROGRAMS, LENGTH = 336, 45  # of one seed
+
+
+@dataclass(frozen=True)
+class Theme:
+    """What a program has more of than `KINDS` weighs.
+
+    kinds: a third of its operations are of these. shape: bytes of the configuration that are of these values (see
+    `config_of`). story: operations that follow each other, in so many places of the program; of each the kind, and
+    bytes that are given.
+    """
+
+    kinds: tuple[str, ...] = ()
+    shape: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    story: tuple[tuple[str, Mapping[int, tuple[int, ...]]], ...] = ()
+
+
+_PLAIN: Mapping[int, tuple[int, ...]] = {
+    4: (0, 2, 3, 4),
+    6: (0, 1),
+}  # of a submission: no mask, no deadline, no stop id
+_SAME = {**_PLAIN, 2: (0, 2, 1), 3: (37, 45, 5, 4)}  # of few prompts, long ones
+_TIGHT = {
+    13: (0, 1),
+    9: (0, 1, 2, 0, 1),
+    1: (0, 1, 2),
+    2: (1, 2, 3),
+    10: (1, 4),
+}  # prefix cache, barely a request more than one
+# Each gets a share of the programs.
+THEMES: tuple[Theme, ...] = (
+    Theme(),
+    Theme(("bad",)),
+    Theme(("bad", "fix", "poll", "wait")),
+    Theme(("cancel", "burst", "poll")),
+    Theme(("slow", "consume", "bad_head", "burst")),
+    Theme(("silent", "wait", "restart")),
+    Theme(("fault", "mask", "burst")),
+    Theme(("fault", "cancel", "poll")),
+    Theme(("fault", "cancel", "step")),
+    Theme(("bad", "step")),
+    Theme(("cancel", "submit", "poll", "boundary")),
+    Theme(("end", "burst", "submit")),
+    # The slot of a row in flight gets another owner, which does not run yet when the row's result comes.
+    Theme(
+        ("submit", "step"),
+        {0: (0, 1), 13: (2,), 7: (0,), 12: (0,)},
+        (
+            *(("step", {2: (0,)}), ("boundary", {}), ("cancel", {2: (0,)}), ("poll", {})),
+            *(("submit", _PLAIN), ("poll", {}), ("boundary", {}), ("step", {})),
+        ),
+    ),
+    # Pages without holders are found by a request that needs nearly all of the pool.
+    Theme(
+        ("step",),
+        _TIGHT,
+        (
+            ("submit", _SAME),
+            ("step", {}),
+            ("submit", _SAME),
+            ("step", {2: (2,)}),
+            ("cancel", {2: (0,)}),
+            ("step", {2: (2,)}),
+        ),
+    ),
 )
 
 # Classes that a log entry speaks of when specification and scheduler do not write the same one there.
@@ -79,6 +130,7 @@ REFUSALS: dict[ErrorReason, str] = {
 # An end or a preemption comes after the entries of what it gives back, and an entry's outcome after it (E3).
 _BEFORE = (LogKind.PAGE_FREE, LogKind.PAGE_UNSHARE, LogKind.SQ_ENTRY)
 _ENDS = (LogKind.FINISH, LogKind.ERROR, LogKind.PREEMPT, LogKind.EPOCH)
+_PLANNED = frozenset({"ADMIT", "PREFIX_HIT", "RESERVATION", "PLAN_ROW", "STEP", "PREEMPT", "PAGE_ALLOC", "PAGE_EVICT"})
 EVENTS = {"TOKEN": "R", "LOGPROBS": "R", "FINISH": "RS", "ERROR": "RS"}
 # By parts of an observable's name, where the logs are equal or not kept; the first that is part of it.
 OBSERVABLES: tuple[tuple[str, str], ...] = (
@@ -95,7 +147,8 @@ OBSERVABLES: tuple[tuple[str, str], ...] = (
 OTHER = "other"
 GROUPED, GROUP = 8, 2  # programs of a seed whose calls a group of threads works on
 GROUP_FILES = ("/steady.hpp", "/group.hpp", "/thread_group.hpp")
-STEADY = ("step", "step", "submit", "boundary")
+STEADY = Theme(("step", "step", "submit", "boundary"))
+_PLACES = {kind: [at for at, one in enumerate(TABLE) if one.__name__ == kind] for kind in {t.__name__ for t in TABLE}}
 Named = list[tuple[str, int]]
 Log = list[tuple[int, ...]]
 Drawn = tuple[EngineConfig, bytes, bytes, int]
@@ -116,18 +169,37 @@ def _clauses() -> dict[str, frozenset[str]]:
     return out | {"event sequence": frozenset("DR"), OTHER: frozenset()}
 
 
-def _program(rng: random.Random, theme: tuple[str, ...]) -> Program:
-    """A drawn program at log level ALL; a third of its operations are of the theme."""
-    drawn = random_program(rng, LENGTH)
-    places = [at for at, kind in enumerate(TABLE) if kind.__name__ in theme]
-    ops = [bytes([rng.choice(places)]) + op[1:] if places and rng.random() < 0.33 else op for op in drawn.ops]
-    if "fault" in theme:  # of eight kinds, that of the whole step is half
+def draw(rng: random.Random, theme: Theme, length: int = LENGTH) -> Program:
+    """A drawn program at log level ALL, of a theme."""
+    drawn = random_program(rng, length)
+    ops = list(drawn.ops)
+    if theme.kinds:
+        ops = [_of(rng, rng.choice(theme.kinds), op) if rng.random() < 0.33 else op for op in ops]
+    at = rng.randrange(8) if theme.story else length
+    while at + len(theme.story) <= length:
+        for kind, given in theme.story:
+            ops[at] = _of(rng, kind, ops[at], given)
+            at += 1
+        at += rng.randrange(4)
+    if "fault" in theme.kinds:  # of eight kinds, that of the whole step is half
         whole = [op[:2] + b"\7" + op[3:] for op in ops]
         ops = [
             w if TABLE[op[0]].__name__ == "fault" and rng.random() < 0.5 else op
             for op, w in zip(ops, whole, strict=True)
         ]
-    return logged(Program(drawn.shape, tuple(ops)))
+    shape = bytearray(drawn.shape)
+    for place, values in theme.shape.items():
+        shape[place] = rng.choice(values)
+    return logged(Program(bytes(shape), tuple(ops)))
+
+
+def _of(rng: random.Random, kind: str, op: bytes, given: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> bytes:
+    """The operation as one of that kind, with some of its bytes given."""
+    out = bytearray(op)
+    out[0] = rng.choice(_PLACES[kind])
+    for place, values in given.items():
+        out[place] = rng.choice(values)
+    return bytes(out)
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +207,7 @@ def _drawn(seed: int) -> tuple[Drawn, ...]:
     """Configuration, words, the specification's records and size of the group of each program of a seed."""
     out = []
     for number in range(PROGRAMS):
-        program = _program(random.Random(f"{seed}/{number}"), THEMES[number % len(THEMES)])
+        program = draw(random.Random(f"{seed}/{number}"), THEMES[number % len(THEMES)])
         out.append(_run(program, 1))
     return tuple(out)
 
@@ -143,7 +215,7 @@ def _drawn(seed: int) -> tuple[Drawn, ...]:
 @lru_cache(maxsize=64)
 def _grouped(seed: int) -> tuple[Drawn, ...]:
     """The same for a group of threads, below log level ALL."""
-    programs = (_program(random.Random(f"{seed}/group/{number}"), STEADY) for number in range(GROUPED))
+    programs = (draw(random.Random(f"{seed}/group/{number}"), STEADY) for number in range(GROUPED))
     return tuple(_run(_decisions(program), GROUP) for program in programs)
 
 
@@ -222,7 +294,10 @@ def _clause(ours: Named, theirs: Named, name: str) -> tuple[str, str]:
     told = [[entry for entry in log if entry[1] != LogKind.CLOCK] for log in logs]  # says nothing beside others
     logs = (told[0], told[1]) if told[0] != told[1] else logs
     at = next((i for i, (e, g) in enumerate(zip_longest(*logs)) if e != g), None)
-    if at is not None:
+    events = _events(ours), _events(theirs)
+    pair = next(((e, g) for e, g in zip_longest(*events) if e != g), None)
+    planned = at is not None and all(_name(log, at) in ("", *_PLANNED) for log in logs)
+    if at is not None and not (pair and planned):  # events come before a plan, and take credits from it
         said, wrote = _name(logs[0], at), _name(logs[1], at)
         ends = [_end(log, at) for log in logs]
         if ends[0] is not None and ends[0] == ends[1]:  # one end, told of alike: what it gives back differs
@@ -230,8 +305,6 @@ def _clause(ours: Named, theirs: Named, name: str) -> tuple[str, str]:
             said, wrote = sorted((said, wrote), key=lambda kind: kind not in ("PAGE_FREE", "PAGE_UNSHARE"))[:1] * 2
         clause = f"log {said or wrote}" if said == wrote or not (said and wrote) else f"log {said}, not {wrote}"
         return clause, f"; the log has {wrote or 'nothing'}, not {said or 'nothing'}, at entry {at}"
-    events = _events(ours), _events(theirs)
-    pair = next(((e, g) for e, g in zip_longest(*events) if e != g), None)
     if pair is not None:
         return _event_name(*pair), f"; events {pair[1]}, not {pair[0]}"
     return next((f"observable {part}" for part, _ in OBSERVABLES if part in name), OTHER), ""
