@@ -7,6 +7,7 @@ ThreadSanitizer sees happens-before between accesses; it does not execute reorde
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -15,14 +16,15 @@ import pytest
 from tests.planted.build import build_litmus
 
 REPORT = "WARNING: ThreadSanitizer: data race"
-# Name -> clause of docs/rules.md, and what a race of the twin is at.
+# Name -> clause of docs/rules.md, and who is at the memory that a race of the twin is at: scheduler or front end.
+# ThreadSanitizer restores the stack of a past access only while its thread's history still holds it, so one may lack.
 TESTS = {
-    "submission": ("R5", "snapshot_slot"),
-    "completion": ("R9", "emit"),
-    "credits": ("R4", "emit"),
-    "reuse": ("R6", "snapshot_slot"),
-    "epoch": ("R2", "snapshot_slot"),
-    "mask": ("R11", "poll_mask"),
+    "submission": ("R5", "snapshot_slot|submit"),
+    "completion": ("R9", "emit|consume"),
+    "credits": ("R4", "emit|consume"),
+    "reuse": ("R6", "snapshot_slot|submit"),
+    "epoch": ("R2", "snapshot_slot|submit"),
+    "mask": ("R11", "poll_mask|post_mask"),
 }
 
 
@@ -51,4 +53,4 @@ def test_relaxed_twin_is_found(litmus: Path, name: str) -> None:
     done = run(litmus, name, "relaxed")
     assert done.returncode == 66, f"{done.returncode}: {done.stderr[-2000:]}"
     assert REPORT in done.stderr
-    assert TESTS[name][1] in done.stderr, done.stderr[-4000:]
+    assert re.search(rf"#\d+ .*\b({TESTS[name][1]})\b", done.stderr), done.stderr[-4000:]

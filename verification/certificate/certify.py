@@ -43,6 +43,8 @@ from verification.run_context import RunContext, new_run_id, parse_seed
 _POLL_S = 0.1
 _GRACE_S = 20.0
 INTERRUPTED = "interrupted by a signal"
+CRASHED = "pytest crashed"  # by its own doing, which may be the product's: what ran then is not run again
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -227,10 +229,14 @@ def _unusable(options: Options) -> str | None:
     """Why the suite cannot be started although rig and profile are known; None when it can."""
     if not options.suite.is_dir():
         return f"the suite {options.suite} does not exist"
-    if options.model is None:
+    return _unusable_model(options.model)
+
+
+def _unusable_model(model: str | None) -> str | None:
+    if model is None:
         return None
     try:
-        resolve(options.model)
+        resolve(model)
     except ModelStoreError as error:
         return str(error)
     return None
@@ -253,6 +259,9 @@ def _finish(
     records = collector.close(trouble)
     if options.shard is not None:
         done = shards.finished_before(options.out, options.shard)
+        if trouble is not None and trouble.startswith(CRASHED):
+            done += [record for record in records if record.message == trouble]  # what was running
+            shards.write_state(options.out, options.shard, _identity(options, context), done)
         records = list(({record.id: record for record in records} | {record.id: record for record in done}).values())
         junit.write(options.out / output.JUNIT, f"blink shard {options.shard}", records)
     records = [*replays, *records]
@@ -309,6 +318,8 @@ def _replay_corpus(options: Options, context: RunContext, limits: Profile) -> tu
         its = replace(
             context, out=folder, seed=entry.seed, seed_source="given", profile_name=entry.profile, shard=None, done=None
         )
+        if (unusable := _unusable_model(again.model)) is not None:
+            return unusable
         folder.mkdir(parents=True, exist_ok=True)
         trouble = _supervise(again, its, limits, folder.with_suffix(".log"), root=root)
         stopped.extend([INTERRUPTED] if trouble == INTERRUPTED else [])
@@ -401,13 +412,15 @@ def _supervise(
 
 def _abnormal_end(code: int | None, journal: Path, log: Path) -> str | None:
     if code is not None and code < 0:
-        return f"pytest was killed by {signal.Signals(-code).name}; see {output.LOG}"
+        name = signal.Signals(-code).name
+        how = f"pytest was killed by {name}" if -code in _FROM_OUTSIDE else f"{CRASHED} with {name}"
+        return f"{how}; see {output.LOG}"
     ended = journal.is_file() and read_journal(journal)[0].ended
     if ended and code in (0, 1, 2, 5):  # 2: collection errors, which the journal has; 5: no tests
         return None
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = next((line for line in lines if "rror" in line), lines[-1] if lines else "no output")
-    return f"pytest ended with exit code {code} before the session was over: {last[:300]}"
+    return f"{CRASHED}: it ended with exit code {code} before the session was over: {last[:300]}"
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -34,7 +34,7 @@ OWNED: tuple[str, ...] = (
     *(STATE, SHARDS, CORPUS),
 )
 # What an interrupted shard has already, and keeps when it goes on.
-RESUMED = (ALLURE, EVIDENCE, BUNDLES, PROCESS_LOGS, STATE)
+RESUMED = (ALLURE, EVIDENCE, BUNDLES, PROCESS_LOGS, STATE, CORPUS)
 
 
 class OutputError(ValueError):
