@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verification.certificate.output import CORPUS
 from verification.properties.agreement import Ran
 from verification.run_context import RunContext
 
@@ -50,10 +51,12 @@ def write(path: Path, run: RunContext, seed: int, subject: str, ran: Sequence[Ra
 
 
 def find(folder: Path) -> Path:
-    """The record in a run's output folder, or the file itself. Raises AgreementError where there is not exactly one."""
+    """The record in a run's output folder, or the file itself; those of replays of earlier failures are left aside.
+
+    Raises AgreementError where there is not exactly one."""
     if folder.is_file():
         return folder
-    found = sorted(folder.rglob(FILE))
+    found = sorted(path for path in folder.rglob(FILE) if CORPUS not in path.relative_to(folder).parts)
     if len(found) != 1:
         raise AgreementError(
             f"{folder} holds {len(found)} files {FILE}, one is needed: name it, or a run's output folder"

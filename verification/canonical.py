@@ -56,7 +56,7 @@ def answers(history: History) -> list[Answer]:
                 outcome = f"FINISH {enum_name(FinishReason, event['reason'])}"
             elif event["kind"] == EventKind.ERROR:
                 outcome = f"ERROR {enum_name(ErrorReason, event['reason'])}"
-        if wait is not None and len(tokens) >= wait and s.request in history.cancels:
+        if wait is not None and len(tokens) >= wait:  # also if it ended in the poll that showed it, and no cancel went
             found[s.request] = Answer(s.request, CANCELLED, tuple(tokens[:wait]))
         else:
             found[s.request] = Answer(s.request, outcome, tuple(tokens), tuple(alternatives))

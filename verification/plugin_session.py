@@ -98,14 +98,15 @@ class SessionPlugin:
         if not self._writes:
             return
         from hil_rigs.locks import LockTimeout, OwnedLock
-        from verification.certificate.output import ALLURE, RESUMED, OutputError, lock_name, prepare
+        from verification.certificate.output import ALLURE, CORPUS, RESUMED, OutputError, lock_name, prepare
 
         out = cast(Path, self.context.out)
         self._lock = OwnedLock(lock_name(out), owner=self.context.run_id)
         try:
             self._lock.acquire(timeout_s=0.0)
             # With it goes the folder that allure's logger has just made.
-            prepare(out, keep=() if self.context.shard is None else RESUMED)
+            kept = RESUMED if self.context.shard is not None else (CORPUS,) if os.environ.get(JOURNAL_ONLY) else ()
+            prepare(out, keep=kept)
             if self._allure_folder() == out / ALLURE:
                 (out / ALLURE).mkdir(exist_ok=True)
         except (LockTimeout, OutputError) as error:

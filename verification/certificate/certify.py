@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,19 +115,9 @@ def certify(
     tests = (suite or _PACKAGE / "suite").resolve()
     try:
         part = None if shard is None else shards.parse_shard(shard)
+        peer = None if agree_with is None else agree_with.resolve()
         options = Options(
-            rig,
-            model,
-            profile,
-            out.resolve(),
-            seed,
-            key,
-            tests,
-            deadline_s,
-            pytest_arguments,
-            part,
-            corpus,
-            None if agree_with is None else agree_with.resolve(),
+            rig, model, profile, out.resolve(), seed, key, tests, deadline_s, pytest_arguments, part, corpus, peer
         )
         context, limits = _prepare(options)
         found = _run(options, context, limits)
@@ -184,7 +175,10 @@ def _make_ready(options: Options, context: RunContext) -> None:
         return
     identity = _identity(options, context)
     done = shards.finished_before(options.out, options.shard, identity) if options.out.is_dir() else []
-    output.prepare(options.out, keep=output.RESUMED if done else ())
+    resumed = (options.out / shards.STATE).is_file()
+    if resumed:  # before the journal goes, from which some are known
+        shards.write_state(options.out, options.shard, identity, done)
+    output.prepare(options.out, keep=output.RESUMED if resumed else ())
     context.done = shards.write_state(options.out, options.shard, identity, done)
     if done:
         print(f"shard {options.shard}: {len(done)} tests are done already, going on", file=sys.stderr, flush=True)
@@ -325,9 +319,7 @@ def _replay_corpus(options: Options, context: RunContext, limits: Profile) -> tu
         stopped.extend([INTERRUPTED] if trouble == INTERRUPTED else [])
         return trouble
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     records = replaying.replay(_corpus(options, context), context.rig_kind, options.out, run, say)
     return records, stopped[0] if stopped else None
 
@@ -395,11 +387,10 @@ def _supervise(
             if interrupted.wait(_POLL_S):
                 trouble = INTERRUPTED
             elif time.monotonic() >= end:
-                trouble = f"the deadline of {limit:g} s for the whole run passed"
+                on = "the whole run passed"
                 if options.shard is not None:
-                    trouble = (
-                        f"the deadline of {limit:g} s for a shard passed; the same command goes on with what is left"
-                    )
+                    on = "a shard passed; the same command goes on with what is left"
+                trouble = f"the deadline of {limit:g} s for {on}"
             display.update(reader.events())
             display.tick()
             if trouble is not None:
@@ -413,8 +404,8 @@ def _supervise(
 def _abnormal_end(code: int | None, journal: Path, log: Path) -> str | None:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        how = f"pytest was killed by {name}" if -code in _FROM_OUTSIDE else f"{CRASHED} with {name}"
-        return f"{how}; see {output.LOG}"
+        how = "pytest was" if -code in _FROM_OUTSIDE else f"{CRASHED}:"
+        return f"{how} killed by {name}; see {output.LOG}"
     ended = journal.is_file() and read_journal(journal)[0].ended
     if ended and code in (0, 1, 2, 5):  # 2: collection errors, which the journal has; 5: no tests
         return None

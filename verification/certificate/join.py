@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class JoinError(ValueError):
 def join(folders: Sequence[Path], out: Path, key: Path | None = None, command: Sequence[str] = ()) -> dict[str, Any]:
     """Joins shards into a signed run in `out`, which holds their folders too; returns the report.
 
-    Every shard must be there once, intact, and of the same rig, profile, seed, model, options, required set,
+    Every shard must be there once, intact, and of the same rig, profile, seed, model, engine command, required set,
     thresholds, engine and sources, which must be those of this installation. Raises `JoinError` where they are not.
     """
     shards = _read(folders)
@@ -37,6 +38,7 @@ def join(folders: Sequence[Path], out: Path, key: Path | None = None, command: S
         shutil.copytree(folder, out / output.SHARDS / str(index))
         _copy_allure(folder / output.ALLURE, out / output.ALLURE)
     run, spans = first[1]["run"], [one["run"] for _, one in shards.values()]
+    models = [one["claim"]["model"] for _, one in shards.values()]
     text = required.required_text(run["rig"])
     description = RunDescription(
         run_id=new_run_id(),
@@ -50,7 +52,7 @@ def join(folders: Sequence[Path], out: Path, key: Path | None = None, command: S
         command=list(command) or ["blink", "certificate", "join", *map(str, folders)],
         required_text=text,
         thresholds_text=required.thresholds_text(),
-        model=first[1]["claim"]["model"],
+        model=next((m for m in models if m["sha256"] is not None), models[0]),
         facts=_facts(shards),
         known_issues=[{k: i[k] for k in _ISSUE} for i in first[1]["known_issues"]],
         capabilities=_capabilities(run["rig"]),
@@ -98,11 +100,11 @@ def _read(folders: Sequence[Path]) -> Shards:
 
 def _check_alike(shards: Shards) -> None:
     """All of one run, and of the sources that join them."""
-    (folder, first), *others = shards.values()
-    for other, one in others:
+    for (folder, first), (other, one) in combinations(shards.values(), 2):
         for what, a, b in _identity(first, one):
             if a != b:
                 raise JoinError(f"{folder} and {other} are of different runs: {what} {a!r} and {b!r}")
+    folder, first = next(iter(shards.values()))
     here = {"sources": provenance.sources_digest(), "engine": provenance.engine_modules()}
     for name, value in here.items():
         if first["digests"][name] != value:
@@ -177,6 +179,9 @@ def check_shards(folder: Path, found: dict[str, Any]) -> str | None:
     if found["run"]["judged"] != REQUIRED_SET or listed is None:
         return None
     outcomes: dict[str, str] = {}
+    numbers = sorted(parse_shard(entry["shard"]).index for entry in listed)
+    if any(numbers != list(range(1, parse_shard(entry["shard"]).count + 1)) for entry in listed):
+        return f"those listed ({', '.join(entry['shard'] for entry in listed)}) are not all of one run"
     for entry in listed:
         part = folder / output.SHARDS / entry["shard"].partition("/")[0]
         if not (part / ENVELOPE).is_file() or provenance.file_digest(part / ENVELOPE) != entry["attestation"]:
@@ -186,7 +191,8 @@ def check_shards(folder: Path, found: dict[str, Any]) -> str | None:
             return f"shard {entry['shard']}: {'; '.join(checked.problems)}"
         values = json.loads((part / output.REPORT).read_text(encoding="utf-8"))
         outcomes |= {t["id"]: t["outcome"] for t in values["tests"] if t["outcome"] != Outcome.MISSING}
-    for test in found["tests"]:
-        if test["outcome"] != Outcome.MISSING and outcomes.get(test["id"]) != test["outcome"]:
-            return f"test {test['id']} is {test['outcome']} here and {outcomes.get(test['id'])} in its shard"
+    joined = {t["id"]: t["outcome"] for t in found["tests"] if t["outcome"] != Outcome.MISSING}
+    for test in sorted(joined.keys() | outcomes.keys()):
+        if joined.get(test) != outcomes.get(test):
+            return f"test {test} is {joined.get(test)} here and {outcomes.get(test)} in its shard"
     return None

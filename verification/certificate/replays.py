@@ -30,6 +30,8 @@ RunEntry = Callable[[Entry, Path], str | None]
 def replay(corpus: Corpus, rig_kind: str, out: Path, run: RunEntry, say: Callable[[str], None]) -> list[TestRecord]:
     """Runs every failure of the corpus once, in its own folder under `out`/corpus; a record each, `corpus/<name>`.
 
+    One that an interrupted session of a shard has run to its end is not run again, whatever its outcome.
+
     One whose test is no longer there, or whose process died, is no pass: its record says so, and the file stays until
     somebody deletes it.
     """
@@ -39,12 +41,10 @@ def replay(corpus: Corpus, rig_kind: str, out: Path, run: RunEntry, say: Callabl
         folder = out / CORPUS / entry.name
         folder.parent.mkdir(parents=True, exist_ok=True)
         say(f"corpus [{number}/{len(entries)}]: {entry.test}, seed {entry.seed}")
-        trouble = run(entry, folder)
-        journal = folder / JOURNAL
-        found = None
-        if journal.is_file():
-            collector = read_journal(journal)[0]
-            found = {record.id: record for record in collector.close(trouble)}.get(entry.test)
+        found, trouble = _replayed(folder, entry), None
+        if found is None:
+            trouble = run(entry, folder)
+            found = _replayed(folder, entry, trouble, ended=True)
         if found is None:
             message = (
                 f"{corpus.folder / entry.name}.json: test {entry.test} did not run: {trouble or 'it is not there'}"
@@ -54,6 +54,15 @@ def replay(corpus: Corpus, rig_kind: str, out: Path, run: RunEntry, say: Callabl
         records.append(replace(found, id=f"{PREFIX}{entry.name}", nodeid=entry.nodeid, bundle=bundle))
         say(f"corpus [{number}/{len(entries)}]: {found.outcome.replace('_', ' ')}")
     return records
+
+
+def _replayed(folder: Path, entry: Entry, trouble: str | None = None, *, ended: bool = False) -> TestRecord | None:
+    """The record of an entry's test: once its run has ended any, before that one that an interrupted shard finished."""
+    if not (folder / JOURNAL).is_file():
+        return None
+    collector = read_journal(folder / JOURNAL)[0]
+    records = collector.close(trouble) if ended else collector.records.values()
+    return next((record for record in records if record.id == entry.test), None)
 
 
 def keep_failures(corpus: Corpus, context: RunContext, records: Sequence[TestRecord]) -> int:

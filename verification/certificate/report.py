@@ -249,7 +249,7 @@ def _property(name: str, own: list[TestRecord], required: RequiredSet, wanted: b
     # counted, so the interval is for the number of cases shown to be bad.
     cases = sum(max(1, r.cases) for r in decided)
     interval = rate_interval(failed, cases)
-    ran = [r.outcome for r in own if r.outcome is not Outcome.FILTERED]
+    ran: list[Outcome] = [r.outcome for r in own if r.outcome is not Outcome.FILTERED]
     if own and not ran and not wanted:  # nothing of it is for this rig or profile, and nobody asked for it
         ran = [Outcome.FILTERED]
     return {

@@ -38,7 +38,7 @@ def _check(search: Search, record: Recorder) -> None:
     )
     if outcome.ok:
         verdict = Verdict.VALID
-    elif not fails and not outcome.clause:  # cut short, or the checker broke
+    elif outcome.trouble or not (fails or outcome.clause):  # the checker broke, or was cut short
         verdict = Verdict.UNKNOWN
     else:
         verdict = Verdict.INVALID

@@ -79,6 +79,31 @@ def test_failures_run_first_the_next_night_with_their_seed(tmp_path: Path, capfd
     assert corpus["cumulative"]["properties"]["streaming"] == {"cases": 26, "failures": 1}
 
 
+def test_replay_that_failed_is_kept_and_not_run_again(tmp_path: Path) -> None:
+    """Catches: evidence of a replay that the night's own tests remove; a failed replay that runs again, and passes,
+    when a shard goes on; a model that is gone and takes the whole night with it."""
+    suite, folder, out = tmp_path / "suite", tmp_path / "corpus", tmp_path / "out"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(SUITE, encoding="utf-8")
+    entries = [
+        TestRecord(f"streaming/{name}", f"suite/test_mini.py::test_{name}", "streaming", Outcome.PRODUCT_FAILURE)
+        for name in ("old_fault", "fine")
+    ]
+    kept = entry_of(entries[0], "local", "nightly", None, 5)
+    gone = entry_of(entries[1], "local", "nightly", str(tmp_path / "gone.gguf"), 5)
+    for entry in (kept, gone):
+        Corpus(folder).add(entry, None)
+    for _ in range(2):
+        assert certify("local", None, "nightly", out, seed=6, suite=suite, corpus=folder, shard="1/2") == 1
+        (suite / "mended").touch()
+        tests = {t["id"]: t for t in json.loads((out / "report.json").read_text(encoding="utf-8"))["tests"]}
+        assert tests[f"corpus/{kept.name}"]["outcome"] == "product_failure"
+        assert (out / tests[f"corpus/{kept.name}"]["bundle"]).is_dir()
+        assert tests[f"corpus/{gone.name}"]["outcome"] == "missing"
+        assert "gone.gguf" in tests[f"corpus/{gone.name}"]["message"]
+    assert (suite / "ran").read_text(encoding="utf-8").count("old_fault 5") == 1
+
+
 def test_same_draws_count_once(tmp_path: Path) -> None:
     """Catches: a repeated run that is counted as new evidence."""
     run = {"seed": 1, "profile": "nightly", "model": None, "sources": "a", "started": "2026-01-02"}

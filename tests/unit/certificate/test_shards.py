@@ -13,7 +13,7 @@ from tests.unit.certificate.conftest import MakeReport
 from verification.certificate import output, provenance, required
 from verification.certificate.certify import certify
 from verification.certificate.collector import JOURNAL
-from verification.certificate.join import JoinError, join
+from verification.certificate.join import JoinError, check_shards, join
 from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
 from verification.certificate.required import load
@@ -35,7 +35,7 @@ def make(name, short, number):
         record.cases(10)
         record.situation("preemption", 2)
         if number == 3 and STOP.exists():  # the process dies in the midst
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), int(STOP.read_text() or 9))
         with RAN.open("a") as stream:
             stream.write(f"{name}/{short}\\n")
     return test
@@ -150,6 +150,40 @@ def test_interrupted_shard_goes_on_and_all_shards_make_one_certificate(
         join(outs, tmp_path / "changed")
 
 
+def test_crash_is_not_run_again(tmp_path: Path) -> None:
+    """Catches: a test in which the process crashed, maybe by a fault of the product, that runs again and passes."""
+    suite, out = write(tmp_path / "suite"), tmp_path / "one"
+    (suite / "stop").write_text("11", encoding="utf-8")
+    assert run(suite, out, "1/2") == 2
+    (crashed,) = [one for one in finished_before(out, parse_shard("1/2")) if one.outcome is not Outcome.PASSED]
+    (suite / "stop").unlink()
+    assert run(suite, out, "1/2") == 2
+    report = json.loads((out / output.REPORT).read_text(encoding="utf-8"))
+    found = {t["id"]: t for t in report["tests"]}
+    assert found[crashed.id]["outcome"] == Outcome.INFRASTRUCTURE
+    assert "pytest crashed: killed by SIGSEGV" in found[crashed.id]["message"]
+    assert crashed.id not in ran(suite)
+    assert report["counts"]["passed"] == len(ran(suite))
+
+
+def test_records_survive_a_death_between_journal_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: what only the journal knows, lost when a session that goes on dies before it has noted it."""
+    suite, out = write(tmp_path / "suite"), tmp_path / "one"
+    (suite / "stop").touch()
+    assert run(suite, out, "1/2") == 2
+    before = finished_before(out, parse_shard("1/2"))
+    prepare = output.prepare
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        prepare(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "prepare", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(suite, out, "1/2")
+    assert finished_before(out, parse_shard("1/2")) == before != []
+
+
 def test_shard_of_another_run_is_refused_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches: a shard that goes on with another seed or number, one without a seed, a finished one that runs again."""
     suite = write(tmp_path / "suite")
@@ -194,3 +228,30 @@ def test_shards_of_other_runs_are_not_joined(
         output.finish(folders[-1], built, text, limits)
     with pytest.raises(JoinError, match=why):
         join(folders, tmp_path / "whole")
+
+
+def test_model_is_that_of_any_shard_that_has_one(tmp_path: Path, make_report: MakeReport) -> None:
+    """Catches: two models behind a first shard that needs none; a report of no model; a joined report that leaves out a
+    shard's failure, or a shard."""
+    text, limits = required.required_text("local"), required.thresholds_text()
+
+    def shard(number: int, model: str | None, outcome: Outcome = Outcome.PASSED) -> Path:
+        folder = tmp_path / f"{number}-{model}-{outcome}"
+        folder.mkdir()
+        name = {"name": model, "path": None, "sha256": model and model * 32}
+        records = [TestRecord(f"other/{number}", "test_x.py", None, outcome)]
+        built = make_report(records, judges_required=False, shard=f"{number}/3", model=name)
+        output.finish(folder, built, text, limits)
+        return folder
+
+    one, two, three = shard(1, None), shard(2, "ab"), shard(3, "cd")
+    with pytest.raises(JoinError, match="different runs: model"):
+        join([one, two, three], tmp_path / "mixed")
+    failed = shard(3, "ab", Outcome.PRODUCT_FAILURE)
+    whole = join([one, two, failed], tmp_path / "whole")
+    assert whole["claim"]["model"]["name"] == "ab"
+    assert check_shards(tmp_path / "whole", whole) is None
+    whole["tests"] = [t for t in whole["tests"] if t["id"] != "other/3"]
+    assert "test other/3 is None here and product_failure" in str(check_shards(tmp_path / "whole", whole))
+    del whole["run"]["facts"]["shards"][2]
+    assert "are not all of one run" in str(check_shards(tmp_path / "whole", whole))

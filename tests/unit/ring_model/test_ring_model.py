@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from verification.certificate.outcomes import PropertyUnknown, PropertyViolation
+from verification.certificate.recorder import Recorder
 from verification.ring_model import spin
 from verification.ring_model.variants import CORRECT, LARGE, PROGRESS, VARIANTS, Search
+from verification.suite import test_ring_model as suite
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "verification/ring_model"
@@ -51,6 +54,15 @@ def test_what_the_checker_prints_is_understood(
     outcome = spin.parse(search, text, 1.0)
     assert (outcome.clause, outcome.complete, outcome.ok) == (clause, complete, ok)
     assert outcome.line().startswith("ok" if ok else "FAIL")
+
+
+def test_trouble_of_the_checker_is_no_fault_of_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a search of a variant that did not end, told as a broken property; a variant that holds and passes."""
+    for trouble, expected in (("not finished in 5 s", PropertyUnknown), ("", PropertyViolation)):
+        outcome = spin.Outcome(WRONG, "", 10, 5, not trouble, 1.0, trouble)
+        monkeypatch.setattr(spin, "run", lambda search, outcome=outcome: outcome)
+        with pytest.raises(expected):
+            suite._check(WRONG, Recorder())
 
 
 def test_every_clause_and_define_is_real() -> None:

@@ -19,7 +19,7 @@ from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.model import Mutant
 from verification.trace.drawn import logged
 
-PROGRAMS, LENGTH = 336, 45  # of one seed
+PROGRAMS, LENGTH = 345, 45  # of one seed
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ _TIGHT = {
     2: (1, 2, 3),
     10: (1, 4),
 }  # prefix cache, barely a request more than one
+_MASKED = {4: (5, 13, 5, 3), 5: (0,), 6: (0,)}
 # Each gets a share of the programs.
 THEMES: tuple[Theme, ...] = (
     Theme(),
@@ -69,6 +70,15 @@ THEMES: tuple[Theme, ...] = (
         (
             *(("step", {2: (0,)}), ("boundary", {}), ("cancel", {2: (0,)}), ("poll", {})),
             *(("submit", _PLAIN), ("poll", {}), ("boundary", {}), ("step", {})),
+        ),
+    ),
+    # Masked requests give way and are resumed.
+    Theme(
+        ("mask", "step"),
+        {15: (0, 1, 2), 9: (0, 1, 2), 0: (1, 2), 2: (1, 2, 3), 3: (2, 3, 4), 13: (2,)},
+        (
+            *(("submit", _MASKED), ("submit", _MASKED), ("poll", {}), ("mask", {3: (0,)}), ("boundary", {})),
+            *(("mask", {3: (0,)}), ("step", {}), ("mask", {3: (0,)}), ("poll", {}), ("step", {})),
         ),
     ),
     # Pages without holders are found by a request that needs nearly all of the pool.
