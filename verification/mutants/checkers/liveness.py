@@ -118,11 +118,11 @@ STANDING = {
 def check_standing(product: Product, rng: random.Random) -> Wrong:
     """The engine stands still beyond its limit; the front end stands still for a while; a request outlives leases."""
     told, back = list(STANDING)[:2]
-    with rig_of(product, heartbeat_limit_s=1.0, lease_us=400_000) as rig:
+    with rig_of(product, heartbeat_limit_s=1.0, lease_us=200_000) as rig:
         url = rig.base_url
         free = httpx.post(f"{url}/v1/completions", json=BODY | {"max_tokens": LONG}, timeout=30)
         if free.status_code != 200:
-            return "a lease is kept", f"{LONG} tokens with a lease of 0.4 s: {free.status_code} {free.text[:150]}"
+            return "a lease is kept", f"{LONG} tokens with a lease of 0.2 s: {free.status_code} {free.text[:150]}"
         if (count := free.json()["usage"]["completion_tokens"]) != LONG:
             return "a slow reader loses nothing", f"{count} tokens of {LONG} arrived"
         slow = Pending(url, BODY | {"max_tokens": LONG}, 20)

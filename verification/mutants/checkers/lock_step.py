@@ -356,6 +356,10 @@ def _log(named: Named) -> Log:
 
 def _name(log: Log, at: int) -> str:
     """What the entry at `at` is called in `clauses`, or what it belongs to: its kind, or the reason in `REFUSALS`."""
+    if [entry[1:5] for entry in log[at : at + 1]] == [
+        (LogKind.RESERVATION, *entry[2:5]) for entry in log[at + 1 : at + 2]
+    ]:
+        at += 1  # its holder is admitted, as the next entry tells
     entry = next((entry for entry in log[at:] if entry[1] not in _BEFORE), log[at] if at < len(log) else None)
     if entry is None:
         return ""
