@@ -15,9 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from blink_core.abi.params import SamplingParams
 
 from verification.thresholds import SamplingThresholds, default_thresholds
 
@@ -88,6 +92,41 @@ class SampledRow:
     stop_ids: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
     mask: frozenset[int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        logits: NDArray[np.float32],
+        token: int,
+        *,
+        prompt: tuple[int, ...],
+        output: tuple[int, ...],
+        eos: tuple[int, ...],
+        mask: frozenset[int] | None = None,
+    ) -> SampledRow:
+        """The row behind `prompt` and `output` of a request with these parameters."""
+        return cls(
+            logits=logits,
+            token=token,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=params.seed,
+            choice=params.choice,
+            position=len(prompt) + len(output),
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            prompt=prompt,
+            output=output,
+            logit_bias=params.logit_bias,
+            min_tokens=params.min_tokens,
+            stop_ids=params.stop_token_ids,
+            eos=eos,
+            mask=mask,
+        )
 
 
 class Agreement(StrEnum):

@@ -143,24 +143,4 @@ def sampled_row(spec: RequestSpec, before: Iterable[int], logits: Any, eos: Iter
     plain = p.temperature == 0 and p.repetition_penalty == 1 and p.presence_penalty == p.frequency_penalty == 0
     if plain and not p.logit_bias and len(output) >= p.min_tokens and spec.mask_seed is None:
         return None
-    return SampledRow(
-        logits=logits,
-        token=0,
-        temperature=p.temperature,
-        top_p=p.top_p,
-        seed=p.seed,
-        choice=p.choice,
-        position=len(spec.prompt) + len(output),
-        top_k=p.top_k,
-        min_p=p.min_p,
-        repetition_penalty=p.repetition_penalty,
-        presence_penalty=p.presence_penalty,
-        frequency_penalty=p.frequency_penalty,
-        prompt=spec.prompt,
-        output=output,
-        logit_bias=p.logit_bias,
-        min_tokens=p.min_tokens,
-        stop_ids=p.stop_token_ids,
-        eos=tuple(eos),
-        mask=None,
-    )
+    return SampledRow.of(p, logits, 0, prompt=spec.prompt, output=output, eos=tuple(eos))

@@ -90,26 +90,15 @@ def sampled_rows(history: History, rows: dict[Key, Array], eos: Iterable[int] = 
         p, tokens = spec.params, history.tokens_of(s)
         for index, token in enumerate(tokens):
             position = len(spec.prompt) + index
-            row = SampledRow(
-                logits=rows[history.ring, s.slot, s.generation, position]["logits"],
-                token=token,
-                temperature=p.temperature,
-                top_p=p.top_p,
-                seed=p.seed,
-                choice=p.choice,
-                position=position,
-                top_k=p.top_k,
-                min_p=p.min_p,
-                repetition_penalty=p.repetition_penalty,
-                presence_penalty=p.presence_penalty,
-                frequency_penalty=p.frequency_penalty,
+            logits = rows[history.ring, s.slot, s.generation, position]["logits"]
+            row = SampledRow.of(
+                p,
+                logits,
+                token,
                 prompt=spec.prompt,
                 output=tuple(tokens[:index]),
-                logit_bias=p.logit_bias,
-                min_tokens=p.min_tokens,
-                stop_ids=p.stop_token_ids,
                 eos=tuple(eos),
-                mask=_mask(spec, index, len(rows[history.ring, s.slot, s.generation, position]["logits"])),
+                mask=_mask(spec, index, len(logits)),
             )
             if p.temperature > 0.0 or not is_plain(row):
                 found.append(row)

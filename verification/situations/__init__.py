@@ -1,2 +1,2 @@
-"""Situations that a run must reach (design section 9): `registry` names them, `observe` reads them from event logs,
-`watch` follows the engines of a run."""
+"""Situations that a run should reach, else its report warns (design section 9): `registry` names them, `observe` reads
+them from event logs, `watch` follows the engines of a run."""

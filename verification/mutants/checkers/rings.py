@@ -5,8 +5,6 @@ the numbers in its words; classes D, R, S, V. The engine is the shipped schedule
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from blink_core.abi.dtypes import SLOT
 from blink_core.abi.enums import ErrorReason, EventKind, Op
 from blink_core.abi.params import SamplingParams
 from verification.history import History
-from verification.mutants.checkers.base import Checker, Finding, Product, found
-from verification.mutants.engines import greedy, parts_of, run, stepped
+from verification.mutants.checkers.base import Checker
+from verification.mutants.checkers.drawn import DrawnChecker, Wrong
+from verification.mutants.engines import greedy, run, stepped
 from verification.mutants.parts import Part, PartError, Parts
 from verification.mutants.references import ENDLESS, model_path
 from verification.program import RequestSpec
@@ -40,24 +39,6 @@ SIZES: dict[str, Any] = {
     "token_budget": 64,
     "log_entries": 1 << 10,
 }
-Wrong = tuple[str, str] | None
-
-
-@dataclass(frozen=True)
-class RingChecker:
-    """Runs one drawn check."""
-
-    name: str
-    functions: frozenset[str]
-    clauses: Mapping[str, frozenset[str]]
-    check: Callable[[Parts, random.Random, Path], Wrong]
-    where: frozenset[str] = frozenset({"python"})
-    seconds: float = 30.0
-
-    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """What `check` found wrong."""
-        wrong = self.check(parts_of(product, deadline), random.Random(f"{self.name}-{seed}"), product.scratch)
-        return None if wrong is None else found(self, *wrong)
 
 
 # ---- the order of writes
@@ -389,13 +370,13 @@ def _large_pool(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
 _HERE = "verification.mutants.checkers.rings."
 _ORDERING = "verification.properties.queue_ordering."
 CHECKERS: tuple[Checker, ...] = (
-    RingChecker("ring-write-order", frozenset({_HERE + "check_order"}), ORDER, check_order),
-    RingChecker("ring-watched", frozenset({_HERE + "_unserved", _HERE + "check_watched"}), WATCHED, check_watched),
-    RingChecker(
+    DrawnChecker("ring-write-order", frozenset({_HERE + "check_order"}), ORDER, check_order),
+    DrawnChecker("ring-watched", frozenset({_HERE + "_unserved", _HERE + "check_watched"}), WATCHED, check_watched),
+    DrawnChecker(
         "ring-ledger",
         frozenset({_ORDERING + "check_delivery", _ORDERING + "check_terminals", _HERE + "check_ledger"}),
         LEDGER,
         check_ledger,
     ),
-    RingChecker("ring-words", frozenset({_HERE + "check_words"}), WORDS, check_words),
+    DrawnChecker("ring-words", frozenset({_HERE + "check_words"}), WORDS, check_words),
 )

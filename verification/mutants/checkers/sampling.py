@@ -135,26 +135,8 @@ def sampled(history: History, rows: Rows) -> Iterator[SampledRow]:
         p = spec.params
         for index, token in enumerate(tokens):
             position = len(spec.prompt) + index
-            row = SampledRow(
-                logits=rows[0, s.slot, s.generation, position]["logits"],
-                token=token,
-                temperature=p.temperature,
-                top_p=p.top_p,
-                seed=p.seed,
-                choice=p.choice,
-                position=position,
-                top_k=p.top_k,
-                min_p=p.min_p,
-                repetition_penalty=p.repetition_penalty,
-                presence_penalty=p.presence_penalty,
-                frequency_penalty=p.frequency_penalty,
-                prompt=spec.prompt,
-                output=tuple(tokens[:index]),
-                logit_bias=p.logit_bias,
-                min_tokens=p.min_tokens,
-                stop_ids=p.stop_token_ids,
-                eos=EOS,
-            )
+            logits = rows[0, s.slot, s.generation, position]["logits"]
+            row = SampledRow.of(p, logits, token, prompt=spec.prompt, output=tuple(tokens[:index]), eos=EOS)
             if p.temperature > 0 or not is_plain(row):
                 yield row
 

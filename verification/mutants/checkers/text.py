@@ -10,20 +10,18 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from verification.mutants.checkers.base import Checker, Finding, Product, found
-from verification.mutants.engines import parts_of
+from verification.mutants.checkers.base import Checker
+from verification.mutants.checkers.drawn import DrawnChecker, Wrong
 from verification.mutants.parts import Parts
 from verification.mutants.references import model_path, remembered
 
-Wrong = tuple[str, str] | None
 LOAD = "blink_core.frontend.tokenizer:load_tokenizer"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEMPLATE = (
@@ -36,23 +34,6 @@ TEMPLATE = (
     "{% endfor %}\n"
     "{% if add_generation_prompt %}>{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class TextChecker:
-    """Runs one drawn check."""
-
-    name: str
-    functions: frozenset[str]
-    clauses: Mapping[str, frozenset[str]]
-    check: Callable[[Parts, random.Random, Path], Wrong]
-    where: frozenset[str] = frozenset({"python"})
-    seconds: float = 30.0
-
-    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """What `check` found wrong."""
-        wrong = self.check(parts_of(product, deadline), random.Random(f"{self.name}-{seed}"), product.scratch)
-        return None if wrong is None else found(self, *wrong)
 
 
 @functools.cache
@@ -272,7 +253,7 @@ def _gguf_digits(parts: Parts, rng: random.Random) -> Wrong:
 
 _HERE = "verification.mutants.checkers.text."
 CHECKERS: tuple[Checker, ...] = (
-    TextChecker("detokeniser", frozenset({_HERE + "check_detokeniser"}), DETOKENISED, check_detokeniser),
-    TextChecker("stop-strings", frozenset({_HERE + "check_stops"}), STOPS, check_stops),
-    TextChecker("prompt-ids", frozenset({_HERE + "check_prompts"}), PROMPTS, check_prompts),
+    DrawnChecker("detokeniser", frozenset({_HERE + "check_detokeniser"}), DETOKENISED, check_detokeniser),
+    DrawnChecker("stop-strings", frozenset({_HERE + "check_stops"}), STOPS, check_stops),
+    DrawnChecker("prompt-ids", frozenset({_HERE + "check_prompts"}), PROMPTS, check_prompts),
 )
