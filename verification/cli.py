@@ -191,7 +191,7 @@ def show_command(file: ReportPath, as_json: JsonFlag = False) -> None:
     """Show a report: claim, properties, limits. Checks its form, not its signature (see verify)."""
     from rich.console import Console
 
-    from verification.certificate.certify import summary_table
+    from verification.certificate.console import summary_table
     from verification.certificate.report import ReportError, known_issue_lines, validate
 
     path = (file if file.is_dir() else file.parent) / "report.json"
@@ -236,7 +236,7 @@ def join_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Make one report of a run's shards. Exit 0 passed, 1 a property failed, 2 they do not make one run."""
-    from verification.certificate.certify import show_result
+    from verification.certificate.console import show_result
     from verification.certificate.join import JoinError, join
     from verification.certificate.keys import KeyFileError
     from verification.certificate.output import OutputError
@@ -255,7 +255,13 @@ def compare_command(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Another's; it may be of another rig.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare two runs, and their recorded answers. Exit 0 nothing got worse, 1 something did, 2 unreadable."""
+    """Compare two runs, and their recorded answers. Exit 0 nothing got worse, 1 something did, 2 unreadable.
+
+    Worse are: a test that had another outcome and does not pass now; a new test that failed, could not be decided, or
+    is required and did not pass; a required test that is gone; an expected situation that is not reached any more; a
+    new error of the session; a verdict that got worse; recorded answers that contradict each other, are damaged, or
+    were recorded by the old run alone. Other limits, digests, seeds and machines are told and change nothing.
+    """
     from verification.certificate.compare import CompareError, compare, lines
 
     try:

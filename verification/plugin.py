@@ -148,7 +148,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin(_FIXTURES)
     from verification.plugin_session import SessionPlugin
 
-    config.pluginmanager.register(SessionPlugin(config, context), "blink-session")
+    session = SessionPlugin(config, context)
+    config.pluginmanager.register(session, "blink-session")
+    config.pluginmanager.register(session.items, "blink-items")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

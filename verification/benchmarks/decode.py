@@ -8,12 +8,9 @@ what counts: absolute times are this machine's. Other load on the machine shows 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +18,9 @@ import numpy as np
 from blink_core.abi.enums import EventKind
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.ring_client import RingClient
-from blink_core.model_store import resolve
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
+from verification.benchmarks.results import Result, command
 from verification.oracles.hf import HFOracle
 
 STEPS, PROMPT, ROUNDS = 24, 32, 7
@@ -32,17 +29,6 @@ TARGETS = {1: 1.0, 8: 0.9}
 MEMORY_ALLOWANCE_MIB = 512
 WAIT_S = 120.0
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One quantity: value in `unit`, the limit it is held against in words, and the samples it is the median of."""
-
-    name: str
-    value: float
-    unit: str
-    target: str = ""
-    samples: tuple[float, ...] = ()
 
 
 def prompts(batch: int, vocab: int) -> list[list[int]]:
@@ -133,18 +119,5 @@ def run(model: Path) -> list[Result]:
         return measure_decode(client, oracle) + measure_memory(rig, client, oracle)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a fetched model's name, a .gguf file, or a folder")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    results = run(resolve(args.model))
-    if args.json:
-        print(json.dumps([asdict(r) for r in results]))
-        return
-    for r in results:
-        print(f"{r.name:<42} {r.value:>9.2f} {r.unit:<4} {r.target}")
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run)

@@ -81,10 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--out", type=Path, default=Path("out/flakes"))
     parser.add_argument("-k", dest="select", default=None, help="only these tests, as pytest selects them")
+    parser.add_argument(
+        "--tally", type=Path, nargs="+", metavar="DIR", help="run nothing, count what these folders hold"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.runs < 1:
         parser.error(f"--runs is {chosen.runs}, at least 1 is needed")
     tally = Tally()
+    if chosen.tally:
+        return _tell(tally, chosen.tally)
     for seed in range(chosen.first_seed, chosen.first_seed + chosen.runs):
         out = chosen.out / f"seed-{seed}"
         started, text = time.monotonic(), io.StringIO()
@@ -97,6 +102,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tally.unmade.append(seed)
         passed = f"{len(tally.bad)} not passed so far"
         print(f"seed {seed}: {time.monotonic() - started:.0f} s, {passed}", flush=True)
+    print("\n".join(tally.lines()), flush=True)
+    return tally.code
+
+
+def _tell(tally: Tally, folders: Sequence[Path]) -> int:
+    """Counts finished runs, each folder with its ``seed-N`` folders. A seed without a report is a run not made, and one
+    that is there twice counts once: it would be the same run."""
+    seen: set[int] = set()
+    for path in sorted(run for folder in folders for run in folder.glob("seed-*")):
+        seed = int(path.name.removeprefix("seed-"))
+        if seed in seen:
+            continue
+        seen.add(seed)
+        report = path / REPORT
+        if report.is_file():
+            tally.add(seed, json.loads(report.read_text(encoding="utf-8")))
+        else:
+            tally.unmade.append(seed)
     print("\n".join(tally.lines()), flush=True)
     return tally.code
 

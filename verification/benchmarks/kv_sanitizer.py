@@ -7,20 +7,17 @@ median over the rounds. Without `--kv-sanitizer` nothing of it is in the engine'
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from blink_core.frontend.ring_client import RingClient
-from blink_core.model_store import resolve
 from hil_rigs.description import load_rig
 from hil_rigs.kv_reports import KvReports
 from hil_rigs.local import LocalOptions, LocalRig
-from verification.benchmarks.decode import Result, engine_run
+from verification.benchmarks.decode import engine_run
+from verification.benchmarks.results import Result, command
 
 STEPS, ROUNDS = 12, 5
 CASES = ((1, 32), (8, 256))  # rows, tokens of each prompt
@@ -64,18 +61,5 @@ def run(model: Path) -> list[Result]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a fetched model's name, a .gguf file, or a folder")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    results = run(resolve(args.model))
-    if args.json:
-        print(json.dumps([asdict(r) for r in results]))
-        return
-    for r in results:
-        print(f"{r.name:<44} {r.value:>9.3f} {r.unit:<4} n={len(r.samples)}")
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run)

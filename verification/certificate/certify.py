@@ -2,78 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import importlib.metadata
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.locks import LockError, OwnedLock
 from verification.agreement_record import read as read_agreement
 from verification.certificate import corpus as corpora
-from verification.certificate import junit, output, provenance, report, required, shards
+from verification.certificate import interruptions, junit, output, provenance, report, required, shards
 from verification.certificate import replays as replaying
 from verification.certificate.collector import JOURNAL, Collector, read_journal
-from verification.certificate.corpus import Corpus, Entry
+from verification.certificate.console import show_result
+from verification.certificate.corpus import PREFIX, Corpus, CorpusError, Entry
 from verification.certificate.keys import KeyFileError, signing_key
-from verification.certificate.progress import JournalReader, ProgressDisplay
+from verification.certificate.options import PACKAGE, Deadline, Options, deadlines
 from verification.certificate.records import TestRecord
 from verification.certificate.required import Profile, RequiredSetError
-from verification.certificate.shards import Shard
+from verification.certificate.supervise import (
+    CRASHED,
+    GRACE_S,
+    INTERRUPTED,
+    command_line,
+    root_of,
+    supervise,
+)
+from verification.certificate.supervise import plugin_arguments as plugin_arguments
 from verification.certificate.verdict import ExitCode
 from verification.run_context import RunContext, new_run_id, parse_seed
-
-_POLL_S = 0.1
-_GRACE_S = 20.0
-INTERRUPTED = "interrupted by a signal"
-CRASHED = "pytest crashed"  # by its own doing, which may be the product's: what ran then is not run again
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class CannotRun(Exception):
     """A run that cannot start; the message is for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `certify` was asked for. `suite` is a folder of tests, by default the package's own."""
-
-    rig: str
-    model: str | None
-    profile: str
-    out: Path
-    seed: str | int | None = None
-    key: Path | None = None
-    suite: Path = _PACKAGE / "suite"
-    deadline_s: float | None = None
-    pytest_arguments: tuple[str, ...] = ()
-    shard: Shard | None = None
-    corpus: Path | None = None
-    agree_with: Path | None = None
-
-    @property
-    def replays(self) -> bool:
-        """Whether the failure corpus runs first: in whole runs of its profiles, and in the first shard."""
-        return self.profile in corpora.REPLAYING and (self.shard is None or self.shard.index == 1)
 
 
 def certify(
@@ -102,7 +70,7 @@ def certify(
         seed: root seed, "random", or None: the fixed default in smoke, a fresh one in other profiles.
         key: private key file that signs; see `keys.signing_key`.
         suite: folder of tests instead of the package's own.
-        deadline_s: limit of the whole run instead of the profile's.
+        deadline_s: limit of the whole run, replays of earlier failures included, instead of the profile's.
         as_json: print one JSON object instead of table and verdict line.
         pytest_arguments: passed on to pytest.
         shard: "2/5" runs the second of five parts, and goes on where it was interrupted; `join` makes a whole of them.
@@ -112,7 +80,7 @@ def certify(
     Returns the exit code: 0 passed, 1 a property failed, 2 could not run. The last line printed is
     "verdict: ... (exit N)".
     """
-    tests = (suite or _PACKAGE / "suite").resolve()
+    tests = (suite or PACKAGE / "suite").resolve()
     try:
         part = None if shard is None else shards.parse_shard(shard)
         peer = None if agree_with is None else agree_with.resolve()
@@ -156,7 +124,7 @@ def _prepare(options: Options) -> tuple[RunContext, Profile]:
     )
     context.shard = options.shard
     try:
-        if options.replays:
+        if options.keeps:
             _corpus(options, context).entries(context.rig_kind)  # a damaged one is an error now
     except ModelStoreError as error:
         raise CannotRun(f"the failure corpus: {error}; name a folder with --corpus") from error
@@ -174,14 +142,18 @@ def _make_ready(options: Options, context: RunContext) -> None:
         output.prepare(options.out)
         return
     identity = _identity(options, context)
-    done = shards.finished_before(options.out, options.shard, identity) if options.out.is_dir() else []
+    there = options.out.is_dir()
+    state = shards.read_state(options.out, options.shard, identity) if there else shards.State(identity, [], [])
     resumed = (options.out / shards.STATE).is_file()
     if resumed:  # before the journal goes, from which some are known
-        shards.write_state(options.out, options.shard, identity, done)
+        shards.write_state(options.out, options.shard, identity, state.done, state.interrupted)
     output.prepare(options.out, keep=output.RESUMED if resumed else ())
-    context.done = shards.write_state(options.out, options.shard, identity, done)
-    if done:
-        print(f"shard {options.shard}: {len(done)} tests are done already, going on", file=sys.stderr, flush=True)
+    context.done = shards.write_state(options.out, options.shard, identity, state.done, state.interrupted)
+    say = partial(print, file=sys.stderr, flush=True)
+    if state.done:
+        say(f"shard {options.shard}: {len(state.done)} tests are done already, going on")
+    for line in interruptions.warnings(interruptions.summary(state.interrupted)):
+        say(f"shard {options.shard}: {line}")
 
 
 def _identity(options: Options, context: RunContext) -> dict[str, Any]:
@@ -210,11 +182,14 @@ def _run(options: Options, context: RunContext, limits: Profile) -> dict[str, An
         trouble = _unusable(options)
         replays: list[TestRecord] = []
         if trouble is None:
-            replays, trouble = _replay_corpus(options, context, limits)
-            trouble = trouble or _supervise(options, context, limits, log)
+            for_replays, for_all = deadlines(options, limits)
+            replays, trouble = _replay_corpus(options, context, limits, for_replays)
+            if trouble is None:
+                trouble = supervise(options, context, limits, log, for_all)
         else:
             log.write_text(f"{trouble}\n", encoding="utf-8")
-        with OwnedLock(output.lock_name(options.out), owner=context.run_id, timeout_s=_GRACE_S):
+        log.touch()  # a run that ended among the replays has none
+        with OwnedLock(output.lock_name(options.out), owner=context.run_id, timeout_s=GRACE_S):
             shutil.copyfile(log, options.out / output.LOG)
             return _finish(options, context, started, time.monotonic() - clock, trouble, replays)
 
@@ -244,7 +219,7 @@ def _finish(
     trouble: str | None,
     replays: Sequence[TestRecord] = (),
 ) -> dict[str, Any]:
-    from verification.plugin_session import describe_run
+    from verification.plugin_report import describe_run
 
     journal = options.out / JOURNAL
     collector = read_journal(journal)[0] if journal.is_file() else Collector()
@@ -252,19 +227,11 @@ def _finish(
         collector.error(trouble)
     records = collector.close(trouble)
     if options.shard is not None:
-        done = shards.finished_before(options.out, options.shard)
-        if trouble is not None and trouble.startswith(CRASHED):
-            done += [record for record in records if record.message == trouble]  # what was running
-            shards.write_state(options.out, options.shard, _identity(options, context), done)
-        records = list(({record.id: record for record in records} | {record.id: record for record in done}).values())
+        records = _with_other_sessions(options, context, collector, records, replays, trouble)
         junit.write(options.out / output.JUNIT, f"blink shard {options.shard}", records)
     records = [*replays, *records]
-    night = None
-    if options.replays:
-        corpus = _corpus(options, context)
-        night = replaying.ledger_line(context, started, records)
-        added = replaying.keep_failures(corpus, context, records)
-        collector.fact("corpus", replaying.summary(corpus, night, len(replays), added))
+    if options.keeps:
+        _keep(options, context, collector, started, records, len(replays))
     if not records and trouble is None:
         collector.error(f"no test was collected from {options.suite}; see {output.LOG}")
     description = describe_run(
@@ -272,32 +239,78 @@ def _finish(
         collector.facts,
         started,
         duration_s,
-        _command(options),
+        command_line(options),
         required.required_text(options.rig),
         required.thresholds_text(),
     )
     built = report.build(description, records, collector.errors)
-    if night is not None:
-        _corpus(options, context).note(night)
     output.finish(options.out, built, description.required_text, description.thresholds_text, options.key)
     return built
+
+
+def _with_other_sessions(
+    options: Options,
+    context: RunContext,
+    collector: Collector,
+    records: Sequence[TestRecord],
+    replays: Sequence[TestRecord],
+    trouble: str | None,
+) -> list[TestRecord]:
+    """This session's records with those of the shard's earlier ones; notes what was done and what was interrupted."""
+    assert options.shard is not None
+    crashed = [record for record in replays if record.message.startswith(CRASHED)]
+    if trouble is not None and trouble.startswith(CRASHED):
+        crashed += [record for record in records if record.message == trouble]  # what was running
+    why = {record.id: record.message for record in (*replays, *records)}
+    state = shards.read_state(options.out, options.shard, why=why, crashed=crashed)
+    # The identity of when it began: somebody may have edited the sources since, and is not to go on with others.
+    shards.write_state(options.out, options.shard, state.identity, state.done, state.interrupted)
+    if state.interrupted:
+        collector.fact("interrupted", interruptions.summary(state.interrupted))
+    done = {record.id: record for record in state.done if not record.id.startswith(PREFIX)}
+    return list(({record.id: record for record in records} | done).values())
+
+
+def _keep(
+    options: Options,
+    context: RunContext,
+    collector: Collector,
+    started: str,
+    records: Sequence[TestRecord],
+    replayed: int,
+) -> None:
+    """Puts a run's or a shard's failures and cases into the corpus. One that cannot be written to is told, and the run
+    has its report all the same."""
+    try:
+        corpus, line = _corpus(options, context), replaying.ledger_line(context, started, records)
+        added = replaying.keep_failures(corpus, context, records)
+        collector.fact("corpus", replaying.summary(corpus, line, replayed, added))
+        corpus.note(line)
+    except CorpusError as error:
+        collector.error(f"the failure corpus: {error}")
 
 
 def _corpus(options: Options, context: RunContext) -> Corpus:
     return Corpus.default(context.rig_kind) if options.corpus is None else Corpus(options.corpus.resolve())
 
 
-def _replay_corpus(options: Options, context: RunContext, limits: Profile) -> tuple[list[TestRecord], str | None]:
-    """Earlier failures first. Each is one test with the seed, profile and model that it failed with.
+def _replay_corpus(
+    options: Options, context: RunContext, limits: Profile, deadline: Deadline
+) -> tuple[list[TestRecord], str | None]:
+    """Earlier failures first, all of them before one deadline. Each is one test with the seed, profile and model that
+    it failed with.
 
-    Returns their records, and why the run ends here if somebody has broken it off."""
+    Returns their records, also of those for which no time was left, and why the run ends here if somebody has broken
+    it off."""
     if not options.replays:
         return [], None
-    root, stopped = _root(options), list[str]()
+    root, stopped = root_of(options), list[str]()
 
     def run(entry: Entry, folder: Path) -> str | None:
         if stopped:
             return stopped[0]
+        if deadline.over:
+            return deadline.passed
         recording = () if entry.recording is None else ("--replay", str(entry.recording))
         again = replace(
             options,
@@ -315,187 +328,11 @@ def _replay_corpus(options: Options, context: RunContext, limits: Profile) -> tu
         if (unusable := _unusable_model(again.model)) is not None:
             return unusable
         folder.mkdir(parents=True, exist_ok=True)
-        trouble = _supervise(again, its, limits, folder.with_suffix(".log"), root=root)
+        trouble = supervise(again, its, limits, folder.with_suffix(".log"), deadline, root)
         stopped.extend([INTERRUPTED] if trouble == INTERRUPTED else [])
         return trouble
 
     say = partial(print, file=sys.stderr, flush=True)
-    records = replaying.replay(_corpus(options, context), context.rig_kind, options.out, run, say)
+    settled = {} if context.done is None else shards.done_records(context.done)
+    records = replaying.replay(_corpus(options, context), context.rig_kind, options.out, run, say, settled)
     return records, stopped[0] if stopped else None
-
-
-def _command(options: Options) -> list[str]:
-    words = ["blink", "certify", "--rig", options.rig, "--profile", options.profile, "--out", str(options.out)]
-    words += [] if options.model is None else ["--model", options.model]
-    words += [] if options.shard is None else ["--shard", str(options.shard)]
-    words += [] if options.agree_with is None else ["--agree-with", str(options.agree_with)]
-    return words + ([] if options.seed is None else ["--seed", str(options.seed)])
-
-
-def plugin_arguments() -> list[str]:
-    """The plugin by name where it is not installed as an entry point; twice would be an error."""
-    installed = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-    return [] if installed else ["-p", "verification.plugin"]
-
-
-def _root(options: Options) -> Path:
-    """The folder that node ids are relative to."""
-    return _PACKAGE.parent if options.suite.is_relative_to(_PACKAGE) else options.suite.parent
-
-
-def _child(options: Options, context: RunContext, limits: Profile, root: Path) -> tuple[list[str], dict[str, str]]:
-    arguments = [sys.executable, "-m", "pytest", "-c", str(_PACKAGE / "suite.ini"), "--rootdir", str(root)]
-    arguments += [*plugin_arguments(), str(options.suite)]
-    arguments += ["--rig", options.rig, "--profile", options.profile, "--out", str(options.out)]
-    arguments += ["--junitxml", str(options.out / output.JUNIT), "--alluredir", str(options.out / output.ALLURE)]
-    arguments += ["--timeout", str(limits.test_timeout_s)]
-    # A default seed is not passed on: that one derandomises hypothesis, a given one seeds it.
-    arguments += [] if context.seed_source == "default" else ["--seed", str(context.seed)]
-    arguments += [] if options.model is None else ["--model", str(resolve(options.model))]
-    arguments += [] if options.agree_with is None else ["--agree-with", str(options.agree_with)]
-    arguments += [] if context.shard is None else ["--blink-shard", str(context.shard)]
-    arguments += [] if context.done is None else ["--blink-done", str(context.done)]
-    arguments += options.pytest_arguments
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{_PACKAGE.parent}{os.pathsep}{path}" if path else str(_PACKAGE.parent)
-    environment["BLINK_JOURNAL_ONLY"] = "1"
-    environment["BLINK_CERTIFY_PID"] = str(os.getpid())  # the run ends with the process that asked for it
-    environment["BLINK_INVOCATION"] = json.dumps(_command(options))
-    environment["PYTHONUNBUFFERED"] = "1"
-    return arguments, environment
-
-
-def _supervise(
-    options: Options, context: RunContext, limits: Profile, log: Path, root: Path | None = None
-) -> str | None:
-    """Run pytest to its end or to the deadline. Returns what went wrong with the process, None when nothing did."""
-    limit = options.deadline_s or (limits.deadline_s if options.shard is None else limits.shard_deadline_s)
-    arguments, environment = _child(options, context, limits, root or _root(options))
-    reader = JournalReader(options.out / JOURNAL)
-    trouble: str | None = None
-    with (
-        log.open("wb") as stream,
-        ProgressDisplay(Console(stderr=True)) as display,
-        _interruptible() as interrupted,
-    ):
-        child = subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-        )
-        end = time.monotonic() + limit
-        while child.poll() is None:
-            if interrupted.wait(_POLL_S):
-                trouble = INTERRUPTED
-            elif time.monotonic() >= end:
-                on = "the whole run passed"
-                if options.shard is not None:
-                    on = "a shard passed; the same command goes on with what is left"
-                trouble = f"the deadline of {limit:g} s for {on}"
-            display.update(reader.events())
-            display.tick()
-            if trouble is not None:
-                _stop(child)
-                break
-        display.update(reader.events())
-    _kill_group(child.pid)  # whatever the run left behind, an engine process above all
-    return trouble or _abnormal_end(child.returncode, options.out / JOURNAL, log)
-
-
-def _abnormal_end(code: int | None, journal: Path, log: Path) -> str | None:
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        how = "pytest was" if -code in _FROM_OUTSIDE else f"{CRASHED}:"
-        return f"{how} killed by {name}; see {output.LOG}"
-    ended = journal.is_file() and read_journal(journal)[0].ended
-    if ended and code in (0, 1, 2, 5):  # 2: collection errors, which the journal has; 5: no tests
-        return None
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    last = next((line for line in lines if "rror" in line), lines[-1] if lines else "no output")
-    return f"{CRASHED}: it ended with exit code {code} before the session was over: {last[:300]}"
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt pytest, so that fixtures stop the rig; kill its whole process group if that takes too long."""
-    child.send_signal(signal.SIGINT)
-    try:
-        child.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        _kill_group(child.pid)
-        child.wait(timeout=_GRACE_S)
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that SIGINT, SIGTERM and SIGHUP set, where signals can be handled at all (the main thread)."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        event.set()
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield event
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def show_result(built: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Prints a report's table, warnings, reasons and verdict line, or one JSON object."""
-    verdict = built["verdict"]
-    if as_json:
-        summary = {
-            "verdict": verdict["word"],
-            "exit_code": verdict["exit_code"],
-            "kind": built["kind"],
-            "reasons": verdict["reasons"],
-            "properties": {entry["name"]: entry["outcome"] for entry in built["properties"]},
-            "counts": built["counts"],
-            "warnings": built["warnings"],
-            "report": str(out / output.REPORT),
-        }
-        print(json.dumps(summary, indent=1), flush=True)
-        return
-    console = Console()
-    console.print(summary_table(built))
-    for warning in built["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    for reason in verdict["reasons"]:
-        console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)
-    for test in built["tests"]:
-        if test["bundle"]:
-            console.print(f"bundle: {out / test['bundle']}", markup=False, highlight=False, soft_wrap=True)
-            console.print(f"replay: {test['replay']}", markup=False, highlight=False, soft_wrap=True)
-    for line in report.known_issue_lines(built):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(built["claim"]["standing"], markup=False, highlight=False, soft_wrap=True)
-    print(f"report: {out / output.PAGE}")
-    print(f"verdict: {verdict['word']} (exit {verdict['exit_code']})", flush=True)
-
-
-def summary_table(built: dict[str, Any]) -> Table:
-    """The properties of a report as a table for a terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for header in ("property", "outcome", "passed", "n", "failed", "95 % bounds", "time"):
-        table.add_column(header, no_wrap=True)
-    styles = {"passed": "green", "product_failure": "bold red"}
-    for entry in built["properties"]:
-        interval = entry["failure_rate_interval"]
-        table.add_row(
-            entry["name"],
-            f"[{styles.get(entry['outcome'], 'yellow')}]{entry['outcome'].replace('_', ' ')}[/]",
-            f"{entry['passed']}/{entry['tests']}",
-            str(entry["cases"]),
-            str(entry["failures"]),
-            "" if interval is None else f"{interval[0]:.2g}..{interval[1]:.2g}",
-            f"{entry['duration_s']:.1f} s",
-        )
-    return table

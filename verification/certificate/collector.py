@@ -96,6 +96,12 @@ class Collector:
         self.ended = True
         self._write("end")
 
+    def running(self) -> list[dict[str, Any]]:
+        """Tests that began and did not end, each as {"nodeid", "id", "property"}."""
+        return [
+            self._collected.get(nodeid, {"nodeid": nodeid, "id": nodeid, "property": None}) for nodeid in self._running
+        ]
+
     def close(self, crash: str | None = None) -> list[TestRecord]:
         """End the run and return all records, with what never ran as `missing`.
 

@@ -2,6 +2,22 @@
 
 Reports are compared test by test; where both runs recorded the answers to the agreement programs
 (`verification.agreement_record`) these are compared too, and with them a run on one rig with a run on another.
+
+Something got worse, and the exit code is 1, by any of these; each is told on a line of its own:
+
+  worse       a test of both runs that has another outcome now, and not `passed`
+  new fault   a test of the new run alone that is a product failure, infrastructure, test defect, unknown or blocked;
+              one that is required, or a saved failure that can be replayed here, and did not pass
+  gone        a test of the old run alone that is required: by its own id, of its profile, in the required set that
+              either run was signed with. Other tests that are gone are told and change nothing.
+  situation   one that was reached, that the new run's profile expects and its rig can reach, and that was not
+  session     an error of the new session that the old one did not have
+  verdict     `passed` before and not now, or `property failed` now and not before
+  answers     they contradict each other; the record of either run is damaged or there are several; the old run has a
+              record and the new one has none; runs of one root seed and model recorded other programs, or no token
+
+Told, and no reason for exit code 1: other limits, other digests, seed, model, rig or machine, a situation won, answers
+that cannot be compared because neither run, or only the new one, recorded any or because the seeds or models differ.
 """
 
 from __future__ import annotations
@@ -11,9 +27,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verification.agreement_record import FILE, AgreementError, read
+from verification.agreement_record import FILE, AgreementError, AgreementRecord, holds_any, read
+from verification.certificate.corpus import PREFIX
 from verification.certificate.outcomes import Outcome
-from verification.certificate.report import ReportError, validate
+from verification.certificate.output import REQUIRED
+from verification.certificate.report import REQUIRED_SET, ReportError, outcomes_of, validate
+from verification.certificate.required import parse
+from verification.certificate.verdict import ExitCode, not_applicable
 from verification.properties import agreement
 from verification.result import Verdict
 
@@ -24,19 +44,28 @@ class CompareError(ValueError):
     """A run that cannot be read."""
 
 
+GONE, DAMAGED, NOT_COMPARABLE = "gone", "damaged", "not comparable"
+_UNDECIDED = (Outcome.PRODUCT_FAILURE, Outcome.INFRASTRUCTURE, Outcome.TEST_DEFECT, Outcome.UNKNOWN, Outcome.BLOCKED)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences of two runs. worse: tests that passed before and do not now, and situations that are not reached any
-    more. agreement: what became of the recorded answers: "valid", "invalid", "unknown" or None where one side has none.
+    """Differences of two runs; the module says which of them are for the worse.
+
+    agreement: what became of the recorded answers: "valid", "invalid", "unknown" (of the same programs), "not
+    comparable", "gone", "damaged", or None where neither run, or only the new one, has any.
     """
 
     same: dict[str, bool]
     worse: list[str] = field(default_factory=list)
     better: list[str] = field(default_factory=list)
+    new_faults: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    gone_required: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     situations_lost: list[str] = field(default_factory=list)
     situations_won: list[str] = field(default_factory=list)
+    session: list[str] = field(default_factory=list)
     measurements: list[str] = field(default_factory=list)
     agreement: str | None = None
     agreement_message: str = ""
@@ -44,7 +73,8 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Nothing got worse, and the answers do not contradict each other."""
-        return not (self.worse or self.situations_lost or self.agreement == Verdict.INVALID)
+        told = (self.worse, self.new_faults, self.gone_required, self.situations_lost, self.session)
+        return not any(told) and self.agreement not in (Verdict.INVALID, Verdict.UNKNOWN, GONE, DAMAGED)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
@@ -72,6 +102,14 @@ def compare(old: Path, new: Path) -> Comparison:
         if was != now:
             changed = f"{test}: {was} -> {now}"
             (worse if was == Outcome.PASSED else better if now == Outcome.PASSED else worse).append(changed)
+    wanted = _required(old_folder, before) | _required(new_folder, after)
+    added, gone = sorted(new_tests.keys() - old_tests.keys()), sorted(old_tests.keys() - new_tests.keys())
+    excused = not_applicable(outcomes_of(after), whole=after["run"]["judged"] == REQUIRED_SET)
+    faults = [
+        f"{test}: {new_tests[test]['outcome']}"
+        for test in added
+        if test not in excused and _is_fault(new_tests[test], test in wanted)
+    ]
     reached = [{s["name"] for s in r["situations"] if s["reached"]} for r in (before, after)]
     expected = {s["name"] for s in after["situations"] if s["expected"] and s["applies"]}
     verdict, message = _agreement(old_folder, before, new_folder, after)
@@ -79,14 +117,43 @@ def compare(old: Path, new: Path) -> Comparison:
         same=_same(before, after),
         worse=worse,
         better=better,
-        added=sorted(new_tests.keys() - old_tests.keys()),
-        gone=sorted(old_tests.keys() - new_tests.keys()),
+        new_faults=faults,
+        added=added,
+        gone_required=[test for test in gone if test in wanted],
+        gone=[test for test in gone if test not in wanted],
         situations_lost=sorted((reached[0] - reached[1]) & expected),
         situations_won=sorted(reached[1] - reached[0]),
+        session=_session(before, after),
         measurements=_measurements(old_tests, new_tests),
         agreement=verdict,
         agreement_message=message,
     )
+
+
+def _required(folder: Path, report: dict[str, Any]) -> set[str]:
+    """Own ids that a run's profile requires, by the required set that lies beside its report."""
+    path = folder / REQUIRED
+    try:
+        profile = parse(path.read_text(encoding="utf-8"), str(path)).profile(report["run"]["profile"])
+    except (OSError, ValueError) as error:  # RequiredSetError among them
+        raise CompareError(f"{path}: {error}") from error
+    return {test for requirement in profile.properties.values() for test in requirement.tests}
+
+
+def _is_fault(test: dict[str, Any], required: bool) -> bool:
+    if required or test["id"].startswith(PREFIX):
+        return bool(test["outcome"] != Outcome.PASSED)
+    return test["outcome"] in _UNDECIDED
+
+
+def _session(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """New errors of the session, and a verdict that got worse."""
+    told = [f"session error: {one}" for one in after["session_errors"] if one not in before["session_errors"]]
+    was, now = (report["verdict"] for report in (before, after))
+    codes = was["exit_code"], now["exit_code"]
+    if codes[0] != codes[1] and (codes[0] == ExitCode.PASS or codes[1] == ExitCode.PROPERTY_FAILED):
+        told.append(f"verdict: {was['word']} -> {now['word']}")
+    return told
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> dict[str, bool]:
@@ -112,16 +179,20 @@ def _measurements(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _agreement(old: Path, before: dict[str, Any], new: Path, after: dict[str, Any]) -> tuple[str | None, str]:
-    records = []
+    records: list[AgreementRecord | None] = []
     for folder, report in ((old, before), (new, after)):
         try:
-            records.append(read(folder))
+            records.append(read(folder) if holds_any(folder) else None)
         except AgreementError as error:
-            return None, f"run {report['run']['id']} recorded no answers ({FILE}): {error}"
+            return DAMAGED, f"the answers of run {report['run']['id']} cannot be read: {error}"
     one, other = records
+    if one is None or other is None:
+        absent = [r["run"]["id"] for r, had in ((before, one), (after, other)) if had is None]
+        message = f"run {' and run '.join(absent)} recorded no answers ({FILE})"
+        return (GONE if one is not None else None), message
     if (one.root_seed, one.subject) != (other.root_seed, other.subject):
-        said = [f"model {r.subject} of root seed {r.root_seed}" for r in records]
-        return str(Verdict.UNKNOWN), f"the answers are of {said[0]} and of {said[1]}: run both with one seed"
+        said = [f"model {r.subject} of root seed {r.root_seed}" for r in (one, other)]
+        return NOT_COMPARABLE, f"the answers are of {said[0]} and of {said[1]}: run both with one seed"
     result = agreement.check(one.ran, other.ran, names=(f"rig {one.rig}", f"rig {other.rig}"))
     note = "" if result.ok() else " (decided without ties: `--agree-with` decides them by HuggingFace's logits)"
     return str(result.verdict), result.message + note
@@ -133,10 +204,13 @@ def lines(result: Comparison) -> list[str]:
     for title, entries in (
         ("worse", result.worse),
         ("better", result.better),
+        ("new fault", result.new_faults),
         ("only in the new run", result.added),
+        ("required and gone", result.gone_required),
         ("only in the old run", result.gone),
         ("situation not reached any more", result.situations_lost),
         ("situation reached now", result.situations_won),
+        ("the run itself", result.session),
         ("other limit", result.measurements),
     ):
         said += [f"{title}: {entry}" for entry in entries]

@@ -2,15 +2,15 @@
 
 A folder with one file a failure, `<digest>.json`: test, profile, model and root seed, with which that test draws the
 same programs again; nobody's prompts. Where the failing programs themselves were kept (`--bundle-prompts`) the
-recording lies beside it. `runs.jsonl` has a line for each run: its seed, sources, and cases by property. A failure
-that is mended stays until somebody deletes its file: it is a regression test.
+recording lies beside it. `runs.jsonl` has a line for each run or shard: its seed, sources, and cases by property. A
+failure that is mended stays until somebody deletes its file: it is a regression test.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,8 @@ class Corpus:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if recording is not None:
-                shutil.copyfile(recording, path.with_suffix(".recording"))
-            path.write_text(json.dumps(entry.to_json(), indent=1), encoding="utf-8")
+                _replace(path.with_suffix(".recording"), recording.read_bytes())
+            _replace(path, json.dumps(entry.to_json(), indent=1).encode())
         except OSError as error:
             raise CorpusError(f"cannot keep a failure in {self.folder}: {error.strerror or error}") from error
         return True
@@ -109,7 +109,7 @@ class Corpus:
     # ---- cases over all runs
 
     def runs(self) -> list[dict[str, Any]]:
-        """The ledger, oldest first; a last line cut short is ignored."""
+        """The ledger, oldest first; a line cut short by the death of its writer is ignored."""
         path = self.folder / LEDGER
         if not path.is_file():
             return []
@@ -118,15 +118,18 @@ class Corpus:
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:
-                break
+                continue
         return found
 
     def note(self, run: dict[str, Any]) -> None:
-        """Appends a run to the ledger."""
+        """Appends a run, or a shard of one, to the ledger; shards that run side by side may do so at once."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / LEDGER).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(run, sort_keys=True) + "\n")
+            with (self.folder / LEDGER).open("a+b", buffering=0) as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, size - 1))
+                torn = size > 0 and stream.read(1) != b"\n"  # somebody died in the midst of a line
+                stream.write(b"\n" * torn + json.dumps(run, sort_keys=True).encode() + b"\n")
         except OSError as error:
             raise CorpusError(f"cannot note the run in {self.folder}: {error.strerror or error}") from error
 
@@ -157,13 +160,52 @@ def cases_by_property(records: Iterable[TestRecord]) -> dict[str, dict[str, int]
 
 def cumulative(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Cases over all runs of a ledger by property. Runs that drew the same (seed, profile, model and sources) count
-    once."""
-    distinct = {json.dumps([r["seed"], r["profile"], r["model"], r["sources"]]): r for r in runs}
-    total: dict[str, dict[str, int]] = {}
-    for run in distinct.values():
-        for name, counts in run["properties"].items():
-            sums = total.setdefault(name, {"cases": 0, "failures": 0})
-            for key in sums:
-                sums[key] += int(counts[key])
+    once: of a run that was repeated, or divided into other shards, by property the one with the most."""
+    draws: dict[str, dict[str, Counts]] = {}  # draws -> shard, or "1/1" -> counts
+    for run in runs:
+        parts = draws.setdefault(drawn(run), {})
+        shard = str(run.get("shard") or "1/1")
+        parts[shard] = _most([parts.get(shard, {}), run["properties"]])
+    total: Counts = {}
+    for parts in draws.values():
+        divided: dict[str, list[Counts]] = {}  # number of shards -> counts of each
+        for shard, counts in parts.items():
+            divided.setdefault(shard.partition("/")[2], []).append(counts)
+        total = add([total, _most([add(one) for one in divided.values()])])
     since = min((str(run["started"]) for run in runs), default="")
-    return {"runs": len(distinct), "since": since, "properties": total}
+    return {"runs": len(draws), "since": since, "properties": total}
+
+
+Counts = dict[str, dict[str, int]]  # by property: "cases", "failures"
+
+
+def drawn(run: Mapping[str, Any]) -> str:
+    """What decides which cases a run of a ledger draws."""
+    return json.dumps([run["seed"], run["profile"], run["model"], run["sources"]])
+
+
+def add(parts: Iterable[Counts]) -> Counts:
+    """Counts of different cases together."""
+    return _merged(parts, int.__add__)
+
+
+def _most(parts: Iterable[Counts]) -> Counts:
+    """Counts of the same cases, of which a run that was cut short has fewer."""
+    return _merged(parts, max)
+
+
+def _merged(parts: Iterable[Counts], join: Callable[[int, int], int]) -> Counts:
+    total: Counts = {}
+    for part in parts:
+        for name, counts in part.items():
+            known = total.setdefault(name, {"cases": 0, "failures": 0})
+            for key in known:
+                known[key] = join(known[key], int(counts[key]))
+    return total
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file that a run beside this one sees whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from verification.certificate import junit, output, provenance, report, required
+from verification.certificate import junit, output, provenance, replays, report, required
 from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
 from verification.certificate.report import REQUIRED_SET, SHARD, RunDescription, foreign_engine
@@ -149,6 +149,18 @@ def _facts(shards: Shards) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for _, found in shards.values():
         facts |= {name: value for name, value in found["run"]["facts"].items() if value}
+    # What each shard says of its own part, and none says for all of them.
+    told = [(found["machine"]["hostname"], found["run"]["facts"]) for _, found in shards.values()]
+    corpora: dict[str, list[dict[str, Any]]] = {}
+    for machine, its in told:
+        if its.get("corpus"):
+            corpora.setdefault(machine, []).append(its["corpus"])
+    merged: dict[str, Any] = {
+        "corpus": replays.joined(corpora) if corpora else None,
+        "interrupted": [one for _, its in told for one in its.get("interrupted") or []],
+        "situations_unread": {k: v for _, its in told for k, v in (its.get("situations_unread") or {}).items()},
+    }
+    facts |= {name: value for name, value in merged.items() if value}
     facts["shards"] = [
         {
             "shard": found["run"]["shard"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from verification.certificate.corpus import (
     PREFIX,
     Corpus,
     Entry,
+    add,
     cases_by_property,
     cumulative,
+    drawn,
     entry_of,
     failures,
 )
@@ -27,17 +29,30 @@ from verification.run_context import RunContext
 RunEntry = Callable[[Entry, Path], str | None]
 
 
-def replay(corpus: Corpus, rig_kind: str, out: Path, run: RunEntry, say: Callable[[str], None]) -> list[TestRecord]:
+def replay(
+    corpus: Corpus,
+    rig_kind: str,
+    out: Path,
+    run: RunEntry,
+    say: Callable[[str], None],
+    settled: Mapping[str, TestRecord] | None = None,
+) -> list[TestRecord]:
     """Runs every failure of the corpus once, in its own folder under `out`/corpus; a record each, `corpus/<name>`.
 
-    One that an interrupted session of a shard has run to its end is not run again, whatever its outcome.
+    One that an interrupted session of a shard has run to its end is not run again, whatever its outcome; nor is one
+    that is `settled`, by own id: the process crashed in it, or it was interrupted too often.
 
     One whose test is no longer there, or whose process died, is no pass: its record says so, and the file stays until
-    somebody deletes it.
+    somebody deletes it. The same holds for one that did not run because `run` had no time left.
     """
     records = []
     entries = corpus.entries(rig_kind)
     for number, entry in enumerate(entries, 1):
+        known = (settled or {}).get(f"{PREFIX}{entry.name}")
+        if known is not None:
+            records.append(known)
+            say(f"corpus [{number}/{len(entries)}]: {entry.test}: {known.message}")
+            continue
         folder = out / CORPUS / entry.name
         folder.parent.mkdir(parents=True, exist_ok=True)
         say(f"corpus [{number}/{len(entries)}]: {entry.test}, seed {entry.seed}")
@@ -79,7 +94,7 @@ def keep_failures(corpus: Corpus, context: RunContext, records: Sequence[TestRec
 
 
 def ledger_line(context: RunContext, started: str, records: Sequence[TestRecord]) -> dict[str, Any]:
-    """What the corpus notes of a run."""
+    """What the corpus notes of a run, or of a shard of one."""
     return {
         "run": context.run_id,
         "started": started,
@@ -87,6 +102,7 @@ def ledger_line(context: RunContext, started: str, records: Sequence[TestRecord]
         "profile": context.profile_name,
         "model": context.model,
         "seed": context.seed,
+        "shard": None if context.shard is None else str(context.shard),
         "sources": sources_digest(),
         "engine": engine_modules(),
         "properties": cases_by_property(records),
@@ -94,10 +110,37 @@ def ledger_line(context: RunContext, started: str, records: Sequence[TestRecord]
 
 
 def summary(corpus: Corpus, line: dict[str, Any], replayed: int, added: int) -> dict[str, Any]:
-    """The corpus as a report states it: what was replayed, and the cases of all nights, this one's among them."""
+    """The corpus as a report states it: what was replayed, and the cases of all nights, this one's among them.
+
+    before: the cases of all other runs; own: this one's. `joined` makes the whole run's cases of them.
+    """
+    runs = corpus.runs()
     return {
         "folder": str(corpus.folder),
         "replayed": replayed,
         "added": added,
-        "cumulative": cumulative([*corpus.runs(), line]),
+        "before": cumulative([run for run in runs if drawn(run) != drawn(line)]),
+        "own": line["properties"],
+        "cumulative": cumulative([*runs, line]),
+    }
+
+
+def joined(parts: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """The summaries of all shards of a run as one. parts: by machine; shards of one machine may share a folder."""
+    everything = [one for own in parts.values() for one in own]
+    before: dict[tuple[str, str], dict[str, Any]] = {}  # of one folder the latest: others ran beside these shards
+    for machine, own in parts.items():
+        for one in own:
+            known = before.setdefault((machine, one["folder"]), one["before"])
+            if one["before"]["runs"] > known["runs"]:
+                before[machine, one["folder"]] = one["before"]
+    others, own_cases = list(before.values()), add(one["own"] for one in everything)
+    since = min((one["cumulative"]["since"] for one in everything), default="")
+    together = add([*(one["properties"] for one in others), own_cases])
+    return {
+        "folder": ", ".join(dict.fromkeys(one["folder"] for one in everything)),
+        "replayed": sum(one["replayed"] for one in everything),
+        "added": sum(one["added"] for one in everything),
+        "own": own_cases,
+        "cumulative": {"runs": 1 + sum(one["runs"] for one in others), "since": since, "properties": together},
     }

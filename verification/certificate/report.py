@@ -13,14 +13,15 @@ from importlib import resources
 from typing import Any
 
 from verification import scenarios
-from verification.certificate import provenance
+from verification.certificate import interruptions, provenance
 from verification.certificate.collector import DESELECTED
+from verification.certificate.corpus import PREFIX
 from verification.certificate.outcomes import MEANINGS, Outcome, gravest
 from verification.certificate.records import TestRecord
 from verification.certificate.required import Profile, RequiredSet, parse, text_digest
 from verification.certificate.shards import DONE, OTHER
 from verification.certificate.statistics import CONFIDENCE, rate_interval
-from verification.certificate.verdict import ExitCode, RunVerdict, TestOutcome, decide
+from verification.certificate.verdict import ExitCode, RunVerdict, TestOutcome, decide, not_applicable
 from verification.failures import known_issues
 from verification.situations.registry import SITUATIONS, reachable
 from verification.thresholds import ThresholdError, parse_thresholds
@@ -80,7 +81,9 @@ def validate(report: Any) -> None:
 
 def outcomes_of(report: dict[str, Any]) -> list[TestOutcome]:
     """The tests of a report as the verdict needs them."""
-    return [TestOutcome(test["id"], test["property"], Outcome(test["outcome"])) for test in report["tests"]]
+    return [
+        TestOutcome(test["id"], test["property"], Outcome(test["outcome"]), test["nodeid"]) for test in report["tests"]
+    ]
 
 
 def recompute(report: dict[str, Any], required: RequiredSet) -> RunVerdict:
@@ -103,7 +106,8 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
     records = _with_missing(records, judged)
     statistics, wrong = _statistics(records, run.thresholds_text)
     errors = [*errors, *wrong]
-    verdict = decide([TestOutcome(r.id, r.property, r.outcome) for r in records], judged, errors)
+    outcomes = [TestOutcome(r.id, r.property, r.outcome, r.nodeid) for r in records]
+    verdict = decide(outcomes, judged, errors)
     engine = provenance.engine_modules()
     source = provenance.source_state()
     situations = _situations(records, profile.situations if judged else (), run.capabilities)
@@ -142,7 +146,10 @@ def build(run: RunDescription, records: Sequence[TestRecord], errors: Sequence[s
         "faults": _faults(records, required, judged),
         "not_run": _not_run(records),
         "not_covered": [*required.not_covered, *scenarios.load().not_covered(required.rig)],
-        "warnings": _warnings(situations, source, engine, run.facts),
+        "warnings": [
+            *_warnings(situations, source, engine, run.facts),
+            *replay_warnings(outcomes, whole=judged is not None),
+        ],
         "known_issues": _known_issues(run, required.rig, records),
         "session_errors": list(errors),
         "tests": [asdict(record) | {"outcome": str(record.outcome)} for record in records],
@@ -243,14 +250,15 @@ def _properties(records: Sequence[TestRecord], required: RequiredSet, profile: P
 
 def _property(name: str, own: list[TestRecord], required: RequiredSet, wanted: bool) -> dict[str, Any]:
     text = required.properties.get(name)
+    everything, own = own, [r for r in own if not r.id.startswith(PREFIX)]  # a replay is a case that was counted
     decided = [r for r in own if r.outcome in (Outcome.PASSED, Outcome.PRODUCT_FAILURE)]
     failed = sum(r.outcome is Outcome.PRODUCT_FAILURE for r in decided)
     # A test that counts no cases of its own is one case. A failed test has at least one bad case; how many more, nobody
     # counted, so the interval is for the number of cases shown to be bad.
     cases = sum(max(1, r.cases) for r in decided)
     interval = rate_interval(failed, cases)
-    ran: list[Outcome] = [r.outcome for r in own if r.outcome is not Outcome.FILTERED]
-    if own and not ran and not wanted:  # nothing of it is for this rig or profile, and nobody asked for it
+    ran: list[Outcome] = [r.outcome for r in everything if r.outcome is not Outcome.FILTERED]
+    if everything and not ran and not wanted:  # nothing of it is for this rig or profile, and nobody asked for it
         ran = [Outcome.FILTERED]
     return {
         "name": name,
@@ -264,7 +272,7 @@ def _property(name: str, own: list[TestRecord], required: RequiredSet, wanted: b
         "failures": failed,
         "confidence": CONFIDENCE,
         "failure_rate_interval": None if interval is None else list(interval),
-        "duration_s": sum(r.duration_s for r in own),
+        "duration_s": sum(r.duration_s for r in everything),
     }
 
 
@@ -377,12 +385,21 @@ def _not_run(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
     ]
 
 
+def replay_warnings(tests: Sequence[TestOutcome], *, whole: bool) -> list[str]:
+    """The warnings about saved failures that cannot be replayed here, which a report must carry."""
+    return [
+        f"saved failure {test} was not replayed: its test is filtered here, not for this rig, model or run"
+        for test in not_applicable(tests, whole=whole)
+    ]
+
+
 def _warnings(
     situations: Sequence[dict[str, Any]], source: dict[str, Any], engine: dict[str, str], facts: dict[str, Any]
 ) -> list[str]:
     warnings = missed(situations)
     for engine_name, why in (facts.get("situations_unread") or {}).items():
         warnings.append(f"situations of engine {engine_name} were not all seen: {why}")
+    warnings += interruptions.warnings(facts.get("interrupted") or [])
     if command := foreign_engine(facts):
         warnings.append(f"not the shipped engine: the rig's description starts it by {shlex.join(command)}")
     if source["git_commit"] is None:

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from verification.certificate.collector import JOURNAL, read_journal
+from verification.certificate.interruptions import Interruption, given_up, interrupted_in
 from verification.certificate.records import TestRecord
 
 STATE = "shard.json"
@@ -107,23 +108,43 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequenc
     return [name for name in names if one.get(name) != other.get(name)]
 
 
-def finished_before(folder: Path, shard: Shard, identity: Mapping[str, Any] | None = None) -> list[TestRecord]:
-    """Records of the tests that sessions of this shard have finished in `folder`; none for a fresh folder.
+@dataclass(frozen=True, slots=True)
+class State:
+    """What sessions of a shard have left: their identity, tests that are done, tests that were begun and not ended."""
 
-    identity: what a session that goes on must have in common with them; None does not ask.
+    identity: Mapping[str, Any]
+    done: list[TestRecord]
+    interrupted: list[Interruption]
 
-    All of them count, whatever their outcome: a failed test is not run again. Raises `ShardError` where the folder
-    holds another run, or a shard of other sources, seed, model or options.
+
+def read_state(
+    folder: Path,
+    shard: Shard,
+    identity: Mapping[str, Any] | None = None,
+    *,
+    why: Mapping[str, str] | None = None,
+    crashed: Sequence[TestRecord] = (),
+) -> State:
+    """What sessions of this shard have done in `folder`; nothing for a fresh folder.
+
+    Args:
+        identity: what a session that goes on must have in common with them; None does not ask.
+        why: by own id, why what was running did not end; None where the session died.
+        crashed: tests that are done because the process crashed in them, by its own doing.
+
+    Tests count as done whatever their outcome: a failed test is not run again; nor is one that was interrupted too
+    often. Raises `ShardError` where the folder holds another run, or a shard of other sources, seed, model or options.
     """
     state = folder / STATE
     if not state.is_file():
         if (folder / JOURNAL).exists():
             raise ShardError(f"{folder} holds a run that is no shard; name another folder")
-        return []
+        return State({}, [], [])
     try:
         values = json.loads(state.read_text(encoding="utf-8"))
         known = values["identity"]
         records = [TestRecord.from_json(json.dumps(one)) for one in values["done"]]
+        interrupted = [Interruption(**one) for one in values["interrupted"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{state} cannot be read: {type(error).__name__}: {error}") from error
     if values.get("shard") != str(shard):
@@ -131,25 +152,50 @@ def finished_before(folder: Path, shard: Shard, identity: Mapping[str, Any] | No
     if identity is not None and (apart := differences(known, identity)):
         shown = "; ".join(f"{name} was {known.get(name)!r} and is {identity.get(name)!r}" for name in apart)
         raise ShardError(f"{folder} holds a shard of another run: {shown[:600]}. Remove it, or name another folder")
-    done = {record.id: record for record in records}
+    done = {record.id: record for record in (*records, *crashed)}
     if (folder / JOURNAL).is_file():
         journal, _ = read_journal(folder / JOURNAL)
         done |= {record.id: record for record in journal.records.values() if record.phase != "collection"}
-    return list(done.values())
+    counted = {(one.run, one.id) for one in interrupted}
+    fresh = interrupted_in(folder, why or {})
+    interrupted += [one for one in fresh if (one.run, one.id) not in counted and one.id not in done]
+    done |= {record.id: record for record in given_up(interrupted) if record.id not in done}
+    return State(known, list(done.values()), interrupted)
 
 
-def write_state(folder: Path, shard: Shard, identity: Mapping[str, Any], done: Sequence[TestRecord]) -> Path:
-    """Notes what the shard is and what of it is done."""
-    records = [json.loads(record.to_json()) for record in done]
-    values = {"shard": str(shard), "identity": dict(identity), "done": records}
+def finished_before(folder: Path, shard: Shard, identity: Mapping[str, Any] | None = None) -> list[TestRecord]:
+    """Records of the tests that sessions of this shard have done; see `read_state`."""
+    return read_state(folder, shard, identity).done
+
+
+def write_state(
+    folder: Path,
+    shard: Shard,
+    identity: Mapping[str, Any],
+    done: Sequence[TestRecord],
+    interrupted: Sequence[Interruption] = (),
+) -> Path:
+    """Notes what the shard is, what of it is done, and what was interrupted."""
+    values = {
+        "shard": str(shard),
+        "identity": dict(identity),
+        "done": [json.loads(record.to_json()) for record in done],
+        "interrupted": [one.to_json() for one in interrupted],
+    }
     path = folder / STATE
     path.write_text(json.dumps(values), encoding="utf-8")
     return path
 
 
-def done_ids(path: Path) -> set[str]:
-    """Own ids of the tests that a state file says are done; `ShardError` for a file that is none."""
+def done_records(path: Path) -> dict[str, TestRecord]:
+    """By own id, the tests that a state file says are done; `ShardError` for a file that is none."""
     try:
-        return {str(one["id"]) for one in json.loads(path.read_text(encoding="utf-8"))["done"]}
+        done = json.loads(path.read_text(encoding="utf-8"))["done"]
+        return {str(one["id"]): TestRecord.from_json(json.dumps(one)) for one in done}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{path} is no state of a shard: {type(error).__name__}: {error}") from error
+
+
+def done_ids(path: Path) -> set[str]:
+    """Own ids of the tests that a state file says are done; `ShardError` for a file that is none."""
+    return set(done_records(path))

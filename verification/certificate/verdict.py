@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from verification.certificate.corpus import PREFIX
 from verification.certificate.outcomes import Outcome
 from verification.certificate.required import Profile
 
@@ -34,6 +35,11 @@ class TestOutcome:
     id: str
     property: str | None
     outcome: Outcome
+    nodeid: str = ""
+
+    def is_replay(self) -> bool:
+        """Whether it is an earlier failure that was run again, which is evidence against the product only."""
+        return self.id.startswith(PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,11 @@ def decide(tests: Sequence[TestOutcome], profile: Profile | None, session_errors
 
     Precedence: a property failure (1) outranks everything, because it is evidence about the product that no trouble of
     the rig takes back. Then anything that kept the run from deciding (2): session errors, undecided tests, anything
-    required that did not pass. Only what is left is a pass (0). Pure: equal input gives an equal verdict.
+    required that did not pass, a saved failure that was not replayed. Only what is left is a pass (0). Pure: equal
+    input gives an equal verdict.
+
+    A replay that passed counts for nothing: it is a case that was counted when it failed. One that did not run stops a
+    pass, with one exception, which `not_applicable` finds and the report tells.
     """
     failed = [test for test in tests if test.outcome is Outcome.PRODUCT_FAILURE]
     undecided = _undecided_reasons(tests, profile, session_errors)
@@ -75,11 +85,30 @@ def decide(tests: Sequence[TestOutcome], profile: Profile | None, session_errors
     return RunVerdict(ExitCode.PASS, ())
 
 
+def not_applicable(tests: Sequence[TestOutcome], *, whole: bool) -> list[str]:
+    """Ids of the saved failures whose replay was filtered because their test is not for this rig, model or run at all:
+    the run's own test of that node id was filtered too.
+
+    In a part of a run (not `whole`) the own test may be in another part: each filtered replay is one of these, until
+    the parts are joined.
+    """
+    own = {test.nodeid for test in tests if test.outcome is Outcome.FILTERED and not test.is_replay()}
+    return [
+        test.id
+        for test in tests
+        if test.is_replay() and test.outcome is Outcome.FILTERED and (not whole or test.nodeid in own)
+    ]
+
+
 def _undecided_reasons(
     tests: Sequence[TestOutcome], profile: Profile | None, session_errors: Sequence[str]
 ) -> tuple[str, ...]:
     reasons = [f"session: {error}" for error in session_errors]
     reasons += [f"{test.id} is {test.outcome}" for test in tests if test.outcome in _UNDECIDED]
+    replays, tests = [test for test in tests if test.is_replay()], [test for test in tests if not test.is_replay()]
+    idle = [test for test in replays if test.outcome in (Outcome.MISSING, Outcome.SKIPPED, Outcome.FILTERED)]
+    excused = not_applicable([*replays, *tests], whole=profile is not None)
+    reasons += [f"saved failure {test.id} was not replayed: {test.outcome}" for test in idle if test.id not in excused]
     if profile is None:
         passed_any = any(test.outcome is Outcome.PASSED for test in tests)
         return tuple(reasons if passed_any or reasons else ["no test passed"])

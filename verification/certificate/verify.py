@@ -17,7 +17,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from verification.certificate import provenance, required
 from verification.certificate.keys import key_id
 from verification.certificate.outcomes import Outcome
-from verification.certificate.report import REQUIRED_SET, ReportError, is_certificate, missed, recompute, validate
+from verification.certificate.report import (
+    REQUIRED_SET,
+    ReportError,
+    is_certificate,
+    missed,
+    outcomes_of,
+    recompute,
+    replay_warnings,
+    validate,
+)
 from verification.certificate.sign import (
     ENGINE_PREFIX,
     ENVELOPE,
@@ -243,6 +252,9 @@ def _check_verdict(folder: Path, report: dict[str, Any]) -> list[str]:
         raise VerificationError(f"verdict: the report says {stated[1]!r}, its tests give {verdict.word!r}")
     run = report["run"]
     _check_situations(report, wanted)
+    for warning in replay_warnings(outcomes_of(report), whole=run["judged"] == REQUIRED_SET):
+        if warning not in report["warnings"]:
+            raise VerificationError(f"replays: the report does not warn that {warning}")
     certified = run["judged"] == REQUIRED_SET and is_certificate(
         run["profile"], int(verdict.exit_code), report["source"]["dirty"], run["facts"]
     )

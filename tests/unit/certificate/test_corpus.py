@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from verification.certificate import provenance, replays
 from verification.certificate.certify import certify
-from verification.certificate.corpus import Corpus, CorpusError, cumulative, entry_of
+from verification.certificate.corpus import LEDGER, Corpus, CorpusError, cumulative, entry_of
+from verification.certificate.join import join
 from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
 from verification.run_context import DEFAULT_SEED, parse_seed
@@ -31,6 +33,15 @@ def test_fine(record, blink_run):
     record.cases(10)
     with (HERE / "ran").open("a") as stream:
         stream.write(f"fine {blink_run.seed}\\n")
+"""
+
+HANGING = """
+import threading, pytest
+
+@pytest.mark.blink_property("streaming", id="hang")
+def test_hang(blink_run):
+    if blink_run.seed != 99:
+        threading.Event().wait(600)
 """
 
 
@@ -102,6 +113,114 @@ def test_replay_that_failed_is_kept_and_not_run_again(tmp_path: Path) -> None:
         assert tests[f"corpus/{gone.name}"]["outcome"] == "missing"
         assert "gone.gguf" in tests[f"corpus/{gone.name}"]["message"]
     assert (suite / "ran").read_text(encoding="utf-8").count("old_fault 5") == 1
+
+
+def test_failures_and_cases_of_every_shard_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a failure that another shard than the first found, forgotten; its cases not counted, or counted twice
+    when the shard goes on; a joined report with the corpus of its last shard."""
+    monkeypatch.setattr(provenance, "sources_digest", lambda: "ab" * 32)  # whoever edits the tree meanwhile
+    monkeypatch.setattr(replays, "sources_digest", lambda: "ab" * 32)
+    monkeypatch.setattr(provenance, "engine_modules", lambda: {"_native.so": "cd" * 32})
+    monkeypatch.setattr(provenance, "source_state", lambda: {"git_commit": "0" * 40, "dirty": False})
+    suite, folder = tmp_path / "suite", tmp_path / "corpus"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(SUITE, encoding="utf-8")
+    Corpus(folder).note(
+        {"seed": 1, "profile": "nightly", "model": None, "sources": "a", "started": "2026-01-02"}
+        | {"properties": {"streaming": {"cases": 100, "failures": 0}}}
+    )
+    outs = [tmp_path / f"shard-{i}" for i in (1, 2)]
+    codes = [
+        certify("local", None, "nightly", out, seed=5, suite=suite, corpus=folder, shard=f"{i}/2")
+        for i, out in ((1, outs[0]), (2, outs[1]), (2, outs[1]))
+    ]
+    assert codes == [0, 1, 1]
+    (entry,) = Corpus(folder).entries("local")
+    assert (entry.test, entry.seed) == ("streaming/old_fault", 5)
+    report = json.loads((outs[1] / "report.json").read_text(encoding="utf-8"))
+    corpus = report["run"]["facts"]["corpus"]
+    assert corpus["own"] == {"streaming": {"cases": 3, "failures": 1}}
+    assert corpus["cumulative"]["properties"] == {"streaming": {"cases": 113, "failures": 1}}
+    assert corpus["cumulative"]["runs"] == 2
+    joined = join(outs, tmp_path / "whole")["run"]["facts"]["corpus"]
+    assert joined["own"] == {"streaming": {"cases": 13, "failures": 1}}
+    assert joined["cumulative"] == corpus["cumulative"]
+    assert joined["replayed"] == 0
+
+
+def test_replays_have_one_deadline_and_what_was_not_replayed_is_told(tmp_path: Path) -> None:
+    """Catches: replays that take a whole run's time each; one that was not run for want of time, of which the report
+    says nothing; the run's own tests left out with them."""
+    suite, folder, out = tmp_path / "suite", tmp_path / "corpus", tmp_path / "out"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(HANGING, encoding="utf-8")
+    for number in range(3):
+        record = TestRecord("streaming/hang", "suite/test_mini.py::test_hang", "streaming", Outcome.PRODUCT_FAILURE)
+        Corpus(folder).add(entry_of(record, "local", "nightly", None, 5 + number), None)
+    assert certify("local", None, "nightly", out, seed=99, suite=suite, corpus=folder, deadline_s=30) == 2
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    first, second, third = (test for test in report["tests"] if test["id"].startswith("corpus/"))
+    assert first["outcome"] in ("infrastructure", "missing")  # missing where pytest had not begun it yet
+    for test in (first, second, third):
+        assert "the deadline of 15 s for all replays of earlier failures passed" in test["message"]
+    assert [second["outcome"], third["outcome"]] == ["missing", "missing"]
+    assert any(f"saved failure {third['id']} was not replayed" in reason for reason in report["verdict"]["reasons"])
+    assert {test["id"]: test["outcome"] for test in report["tests"]}["streaming/hang"] == "passed"
+
+
+def test_replay_in_which_the_process_crashed_is_not_run_again(tmp_path: Path) -> None:
+    """Catches: a crash, maybe by a fault of the product, that a replay passes when the shard goes on."""
+    suite, folder, out = tmp_path / "suite", tmp_path / "corpus", tmp_path / "out"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(
+        SUITE.replace("assert (", "import os; (").replace(".exists()", ".exists() or os.kill(os.getpid(), 11)"),
+        encoding="utf-8",
+    )
+    record = TestRecord(
+        "streaming/old_fault", "suite/test_mini.py::test_old_fault", "streaming", Outcome.PRODUCT_FAILURE
+    )
+    entry = entry_of(record, "local", "nightly", None, 5)
+    Corpus(folder).add(entry, None)
+    for _ in range(2):
+        assert certify("local", None, "nightly", out, seed=6, suite=suite, corpus=folder, shard="1/2") == 2
+        (suite / "mended").touch()
+        tests = {t["id"]: t for t in json.loads((out / "report.json").read_text(encoding="utf-8"))["tests"]}
+        assert tests[f"corpus/{entry.name}"]["outcome"] == "infrastructure"
+        assert "SIGSEGV" in tests[f"corpus/{entry.name}"]["message"]
+    assert (suite / "ran").read_text(encoding="utf-8").count("old_fault 5") == 1
+
+
+def test_corpus_that_cannot_be_written_costs_no_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches: a night whose report is lost because its failure could not be kept; one that says nothing of that."""
+    suite, folder = tmp_path / "suite", tmp_path / "file" / "corpus"
+    suite.mkdir()
+    (suite / "test_mini.py").write_text(SUITE, encoding="utf-8")
+    (tmp_path / "file").touch()
+    assert certify("local", None, "nightly", tmp_path / "out", seed=5, suite=suite, corpus=folder) == 1
+    assert "session: the failure corpus: cannot keep a failure" in capfd.readouterr().out
+
+
+def test_ledger_survives_a_writer_that_died(tmp_path: Path) -> None:
+    """Catches: a line cut short that takes with it all that was noted after it."""
+    corpus = Corpus(tmp_path)
+    corpus.note({"seed": 1})
+    with (tmp_path / LEDGER).open("a") as stream:
+        stream.write('{"seed": 2, "pro')
+    corpus.note({"seed": 3})
+    assert corpus.runs() == [{"seed": 1}, {"seed": 3}]
+
+
+def test_shards_of_one_run_add_up_and_other_divisions_do_not(tmp_path: Path) -> None:
+    """Catches: shards counted as repeated runs, of which the last counts; a run divided otherwise counted again."""
+    run = {"seed": 1, "profile": "nightly", "model": None, "sources": "a", "started": "2026-01-02"}
+
+    def shard(name: str | None, cases: int, failures: int = 0) -> dict[str, object]:
+        return run | {"shard": name, "properties": {"p": {"cases": cases, "failures": failures}}}
+
+    halves = [shard("1/2", 10), shard("2/2", 7, 1), shard("2/2", 20), shard("2/2", 3)]
+    found = cumulative(halves)
+    assert (found["runs"], found["properties"]) == (1, {"p": {"cases": 30, "failures": 1}})
+    assert cumulative([*halves, shard("1/3", 5), shard(None, 29)])["properties"]["p"]["cases"] == 30
 
 
 def test_same_draws_count_once(tmp_path: Path) -> None:

@@ -261,3 +261,25 @@ def test_property_of_another_profile_is_filtered_and_not_missing(
     extra = [TestRecord("mutants/sample", "n1", "mutants", Outcome.FILTERED, message="for profile nightly")]
     values = make_report([*records, *extra])
     assert {p["name"]: p["outcome"] for p in values["properties"]}["mutants"] == Outcome.FILTERED
+
+
+def test_replays_decide_a_property_and_count_nowhere(make_report: MakeReport, records: list[TestRecord]) -> None:
+    """Catches: a replayed case that is counted again in n and its bounds; a failed replay that its property does not
+    show; a saved failure that cannot be replayed here, of which the report says nothing."""
+    name = records[0].property
+    filtered = TestRecord("x/gpu", "suite/test_y.py::gpu", None, Outcome.FILTERED)
+
+    def replay(outcome: Outcome, nodeid: str = "suite/test_x.py::y") -> TestRecord:
+        return TestRecord("corpus/1", nodeid, name, outcome, cases=1000)
+
+    def entry(*more: TestRecord) -> dict[str, Any]:
+        built = make_report([*more, *records, filtered])
+        own: dict[str, Any] = next(one for one in built["properties"] if one["name"] == name)
+        return own | {"warnings": built["warnings"]}
+
+    plain, passed, failed = entry(), entry(replay(Outcome.PASSED)), entry(replay(Outcome.PRODUCT_FAILURE))
+    for key in ("tests", "passed", "cases", "failure_rate_interval"):
+        assert plain[key] == passed[key] == failed[key], key
+    assert (passed["outcome"], failed["outcome"]) == ("passed", "product_failure")
+    excused = entry(replay(Outcome.FILTERED, filtered.nodeid))
+    assert any(line.startswith("saved failure corpus/1 was not replayed") for line in excused["warnings"])

@@ -10,14 +10,26 @@ from typing import Any
 import pytest
 
 from tests.unit.certificate.conftest import MakeReport
+from verification.certificate import certify as certifying
 from verification.certificate import output, provenance, required
 from verification.certificate.certify import certify
-from verification.certificate.collector import JOURNAL
+from verification.certificate.collector import JOURNAL, Collector
+from verification.certificate.interruptions import DIED, MOST
 from verification.certificate.join import JoinError, check_shards, join
 from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
 from verification.certificate.required import load
-from verification.certificate.shards import Costs, ShardError, finished_before, parse_shard, partition, registered_costs
+from verification.certificate.shards import (
+    Costs,
+    ShardError,
+    finished_before,
+    parse_shard,
+    partition,
+    read_state,
+    registered_costs,
+    write_state,
+)
+from verification.certificate.supervise import supervise
 from verification.certificate.verify import verify
 
 # A test for each own id that rig `local` requires; each notes that it ran. RUN names the file.
@@ -127,6 +139,11 @@ def test_interrupted_shard_goes_on_and_all_shards_make_one_certificate(
     assert ran(suite) == everything()
 
     report = json.loads((outs[0] / output.REPORT).read_text(encoding="utf-8"))
+    (interrupted,) = report["run"]["facts"]["interrupted"]
+    assert (interrupted["times"], interrupted["reasons"]) == (1, ["pytest was killed by SIGKILL; see pytest.log"])
+    warned = f"test {interrupted['test']} was interrupted 1 times, and begun anew each time"
+    assert any(line.startswith(warned) for line in report["warnings"])
+    assert warned in text.err  # and to whoever lets the shard go on
     assert (report["run"]["judged"], report["run"]["shard"], report["kind"]) == ("shard", "1/2", "report")
     joined = join(outs, tmp_path / "whole")
     assert joined["verdict"]["word"] == "passed"
@@ -134,6 +151,8 @@ def test_interrupted_shard_goes_on_and_all_shards_make_one_certificate(
     assert sorted(t["id"] for t in joined["tests"]) == everything()
     assert joined["run"]["judged"] == "required-set"
     assert [s["shard"] for s in joined["run"]["facts"]["shards"]] == ["1/2", "2/2"]
+    assert joined["run"]["facts"]["interrupted"] == [interrupted]
+    assert any(line.startswith(warned) for line in joined["warnings"])
     preemption = next(s for s in joined["situations"] if s["name"] == "preemption")
     assert (preemption["count"], len(preemption["tests"])) == (2 * len(everything()), len(everything()))
     assert verify(tmp_path / "whole").problems == ()
@@ -164,6 +183,65 @@ def test_crash_is_not_run_again(tmp_path: Path) -> None:
     assert "pytest crashed: killed by SIGSEGV" in found[crashed.id]["message"]
     assert crashed.id not in ran(suite)
     assert report["counts"]["passed"] == len(ran(suite))
+
+
+def test_test_that_never_comes_to_its_end_is_given_up(tmp_path: Path) -> None:
+    """Catches: a test that fits no session and is begun anew for ever, or that ends as anything but a shard that could
+    not be run; the same interruption counted twice."""
+    suite, out = write(tmp_path / "suite"), tmp_path / "one"
+    (suite / "stop").touch()
+    for times in range(1, MOST + 1):
+        assert run(suite, out, "1/2") == 2
+        report = json.loads((out / output.REPORT).read_text(encoding="utf-8"))
+        (told,) = report["run"]["facts"]["interrupted"]
+        assert told["times"] == times
+        assert read_state(out, parse_shard("1/2")).interrupted == read_state(out, parse_shard("1/2")).interrupted
+        assert len(read_state(out, parse_shard("1/2")).interrupted) == times
+    (suite / "stop").unlink()  # from now on it would pass
+    assert run(suite, out, "1/2") == 2
+    report = json.loads((out / output.REPORT).read_text(encoding="utf-8"))
+    found = {t["id"]: t for t in report["tests"]}[told["test"]]
+    assert (found["outcome"], told["test"] in ran(suite)) == ("infrastructure", False)
+    assert f"interrupted {MOST} times and not run again" in found["message"]
+    assert report["counts"]["passed"] == len(ran(suite)) > 0  # all others went on
+    assert any(f"{told['test']} is infrastructure" in reason for reason in report["verdict"]["reasons"])
+
+
+def test_sources_edited_during_a_session_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a shard of two engines, because the sources at a session's end were noted as those that it had run."""
+    suite, out = write(tmp_path / "suite"), tmp_path / "one"
+    (suite / "stop").touch()
+    whole = supervise
+
+    def edit(*arguments: Any) -> str | None:
+        monkeypatch.setattr(provenance, "sources_digest", lambda: "ef" * 32)
+        return whole(*arguments)
+
+    monkeypatch.setattr(certifying, "supervise", edit)
+    assert run(suite, out, "1/2") == 2
+    assert run(suite, out, "1/2") == 2
+    assert f"sources was {'ab' * 32!r} and is {'ef' * 32!r}" in capfd.readouterr().err
+
+
+def test_interruption_is_known_though_the_session_died(tmp_path: Path) -> None:
+    """Catches: a test that ran when `certify` itself was killed, run again without a word; a replay likewise."""
+    shard, identity = parse_shard("1/2"), {"seed": 7}
+    write_state(tmp_path, shard, identity, [])
+    for folder, number in ((tmp_path, 1), (tmp_path / "corpus" / "0123", 2)):
+        folder.mkdir(parents=True, exist_ok=True)
+        journal = Collector(folder / JOURNAL)
+        journal.session({"run_id": f"r{number}"})
+        journal.collected([{"nodeid": f"x::{number}", "id": f"p/{number}", "property": "p"}])
+        journal.started(f"x::{number}")
+    state = read_state(tmp_path, shard, identity)
+    assert [(one.run, one.id, one.reason) for one in state.interrupted] == [
+        ("r1", "p/1", DIED),
+        ("r2", "corpus/0123", DIED),
+    ]
+    write_state(tmp_path, shard, identity, state.done, state.interrupted)
+    assert read_state(tmp_path, shard, identity) == state  # seen twice, counted once
 
 
 def test_records_survive_a_death_between_journal_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from verification.certificate import required
 from verification.certificate.outcomes import Outcome
 from verification.certificate.required import Profile, PropertyRequirement, RequiredSetError
-from verification.certificate.verdict import ExitCode, TestOutcome, decide
+from verification.certificate.verdict import ExitCode, TestOutcome, decide, not_applicable
 from verification.run_context import PROFILES
 
 PROFILE = Profile(
@@ -103,6 +105,32 @@ def test_session_error_denies() -> None:
     """Catches: a run cut short by its deadline that passes on what it had."""
     verdict = decide(GOOD, PROFILE, ["the deadline passed"])
     assert verdict.exit_code is ExitCode.COULD_NOT_RUN
+
+
+def test_replays_count_towards_no_minimum() -> None:
+    """Catches: a night, or a selection, that passes on the replays of earlier failures, its own tests filtered away."""
+    replays = [TestOutcome(f"corpus/{i}", "a", Outcome.PASSED, f"x::{i}") for i in range(3)]
+    own = [test for test in GOOD if test.id != "a/two"]
+    assert decide([*own, *replays], PROFILE).reasons == ("a: 1 tests passed, at least 2 required",)
+    assert decide([*GOOD, *replays], PROFILE).exit_code is ExitCode.PASS
+    assert decide(replays, None).reasons == ("no test passed",)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.SKIPPED, Outcome.FILTERED, Outcome.UNKNOWN])
+@pytest.mark.parametrize("name", ["a", "unrequired", None])
+def test_saved_failure_that_was_not_replayed_denies(outcome: Outcome, name: str | None) -> None:
+    """Catches: a failure that was saved and not run again, of whatever property, in a run that passes."""
+    replay = TestOutcome("corpus/1", name, outcome, "x::one")
+    own = [replace(test, nodeid=f"x::{test.id}") for test in GOOD]
+    verdict = decide([*own, replay], PROFILE)
+    assert verdict.exit_code is ExitCode.COULD_NOT_RUN
+    assert any("corpus/1" in reason for reason in verdict.reasons)
+    # That the run filters the test itself excuses a filtered replay, and no other.
+    filtered = TestOutcome("c/one", None, Outcome.FILTERED, "x::one")
+    excused = outcome is Outcome.FILTERED
+    assert decide([*own, filtered, replay], PROFILE).exit_code == (0 if excused else 2)
+    assert not_applicable([*own, filtered, replay], whole=True) == (["corpus/1"] if excused else [])
+    assert decide([*own, replay], None).exit_code == (0 if excused else 2)  # a shard: the joined run decides
 
 
 def test_nothing_run_denies() -> None:

@@ -318,3 +318,16 @@ def pytest_collection_finish(session):
     wanted = required.load("local").profile(profile).properties
     assert {name: set(entry.tests) for name, entry in wanted.items()} == found
     assert "token-equivalence/tiny_models[phi3-longrope]" in found["token-equivalence"]
+
+
+HOST_ALONE = {"specification", "small-scopes", "ring-model", "mutants"}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "nightly", "full"])
+def test_the_gpu_requires_what_applies_there(profile: str) -> None:
+    """Catches: a test that was added on rig local, and whose property the GPU must keep too, required there by nobody;
+    one that was renamed. What is the host's alone is not, and smoke leaves the fault corpus to the nights."""
+    left_out = HOST_ALONE | ({"scenarios"} if profile == "smoke" else set())
+    local, gpu = (required.load(rig).profile(profile).properties for rig in ("local", "gpu"))
+    expected = {name: set(entry.tests) for name, entry in local.items() if name not in left_out}
+    assert {name: set(entry.tests) for name, entry in gpu.items()} == expected
