@@ -1,6 +1,7 @@
 // The scheduler among real threads, for ThreadSanitizer: front ends on their rings, a group of threads that runs the
-// scheduler, the model's thread. `threads GROUP REQUESTS`: group size and requests of each ring. Exits 0 when every
-// request got one terminal event and its tokens in order; a report of the sanitizer exits otherwise.
+// scheduler, the model's thread. `threads GROUP REQUESTS [LEVEL]`: group size, requests of each ring, level of the event
+// log (all). Exits 0 when every request got one terminal event and its tokens in order; a report of the sanitizer exits
+// otherwise. Built from woven headers, it puts the mutant of the variable BLINK_MUTANT in force.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +10,9 @@
 #include <vector>
 
 #include "loop.hpp"
+#if __has_include("mutant.hpp")
+#include "mutant.hpp"
+#endif
 
 using namespace blink;
 
@@ -22,7 +26,7 @@ void require(bool ok, const char* what) {
   std::exit(3);
 }
 
-Config make_config() {
+Config make_config(LogLevel level) {
   Config k{};
   k.magic = MAGIC;
   k.abi_version = ABI_VERSION;
@@ -41,7 +45,7 @@ Config make_config() {
   k.visibility_us = 1000000;
   k.paused_limit = 3;
   k.log_entries = 1 << 10;
-  k.log_level = uint32_t(LogLevel::ALL);
+  k.log_level = uint32_t(level);
   k.prefix_cache = 1;
   k.quantum = 16;
   k.reservation_steps = 3;
@@ -280,9 +284,12 @@ void serve_alone(Scheduler& scheduler, uint64_t& sink) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  require(argc == 3, "usage: threads GROUP REQUESTS");
+  require(argc == 3 || argc == 4, "usage: threads GROUP REQUESTS [LEVEL]");
+#if __has_include("mutant.hpp")
+  if (const char* mutant = std::getenv("BLINK_MUTANT")) active_mutant = uint32_t(std::atoi(mutant));
+#endif
   const uint32_t size = uint32_t(std::atoi(argv[1])), requests = uint32_t(std::atoi(argv[2]));
-  const Config k = make_config();
+  const Config k = make_config(argc == 4 ? LogLevel(std::atoi(argv[3])) : LogLevel::ALL);
   Memory memory(k);
   Scheduler scheduler(memory.shared.get(), memory.state.get(), memory.log.get(), memory.plan.get());
   scheduler.init();

@@ -141,8 +141,9 @@ def report_command(
     whole = sorted(set(asked.values()))
     verdict = matrix.judge(rows, whole=whole, excused=excused)
     more = [f"{len(asked.keys() - there)} mutants were not run"] if asked.keys() - there else []
-    versions = len({row.sources for row in rows})
-    more += [f"the rows are of {versions} versions of the sources"] if versions > 1 else []
+    for kind in sorted({row.where for row in rows}):
+        versions = len({row.sources for row in rows if row.where == kind})
+        more += [f"the {kind} rows are of {versions} versions of the sources"] if versions > 1 else []
     if full:
         typer.echo(matrix.table(rows))
     _tell(matrix.by_class(rows, excused), replace(verdict, problems=(*verdict.problems, *more)))
@@ -156,7 +157,8 @@ def automatic_command(
     least: Annotated[float, typer.Option("--least", help="Least share that must be killed.")] = 0.0,
     out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("out/mutants"),
 ) -> None:
-    """Score the checkers on sampled automatic C++ mutants. Exit 0, 1 below the least share, 2 could not run."""
+    """Score the checkers on sampled automatic C++ mutants. Exit 0, 1 below the least share or with a wrong argument,
+    2 could not run."""
     from verification.mutants import automatic, matrix
     from verification.mutants.session import WorkerLost
     from verification.mutants.weave import BuildFailed
@@ -170,8 +172,11 @@ def automatic_command(
     name = "automatic.json" if parts == 1 else f"automatic-{part}-of-{parts}.json"
     told = score.to_json() | {"seed": seed, "count": count}
     (out / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    for refuted in score.refuted:
+        typer.echo(f"problem: argued equivalent, killed: {refuted}")
     typer.echo(str(score))
-    raise typer.Exit(EXIT_SURVIVORS if score.words["killed"] < least * len(score.counted) else 0)
+    bad = bool(score.refuted) or score.words["killed"] < least * len(score.counted)
+    raise typer.Exit(EXIT_SURVIVORS if bad else 0)
 
 
 @app.command("tester")

@@ -1,8 +1,9 @@
 """The kill matrix: every mutant against every checker that can name its class, over fresh seeds (design section 9).
 
 A cell is a kill if at least 9 of 10 seeds end with a finding that names the mutant's class. A crash and a timeout are
-none. A cell ends early when it can no longer be a kill. The control column runs the product as it is with the same
-seeds: it must find nothing. One file a mutant, which a later run takes over while nothing it depends on has changed.
+none. A cell ends early when the seeds that are left can change nothing. The control column runs the product as it is
+with the same seeds: it must find nothing. One file a mutant, which a later run takes over while nothing it depends on
+has changed (`sources`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 
 import yaml
 
-import verification
-from verification.mutants import hook, native, weave
-from verification.mutants.checkers import every, find
+from verification.mutants import hook, native, sources, weave
+from verification.mutants.checkers import NATIVE as NATIVE_MODULES
+from verification.mutants.checkers import all_modules, every, find
 from verification.mutants.checkers.base import Checker, classes_of, independent
-from verification.mutants.model import PRODUCT, Mutant, RegistryError
+from verification.mutants.model import Mutant, RegistryError
 from verification.mutants.session import Session, WorkerLost
 from verification.mutants.worker import FOUND, NOTHING, Job, Outcome
 
@@ -55,7 +56,8 @@ class Cell:
     @property
     def decided(self) -> bool:
         """Whether the seeds that are left can change nothing."""
-        return self.run == self.seeds or self.run - self.hits > self.seeds - needed(self.seeds)
+        misses = self.run - self.hits
+        return self.run == self.seeds or self.killed or misses > self.seeds - needed(self.seeds)
 
     def add(self, outcome: Outcome, cls: str) -> None:
         self.run += 1
@@ -120,17 +122,6 @@ def able(mutant: Mutant, checkers: Sequence[Checker]) -> list[Checker]:
     return [one for one in chosen if getattr(one, "applies", lambda mutant: True)(mutant)]
 
 
-def sources_digest() -> str:
-    """Of the product's and the suite's sources: what a result depends on besides mutant and seeds."""
-    total = hashlib.sha256()
-    packages = (PRODUCT / "blink_core", Path(str(verification.__file__)).parent, PRODUCT / "hil_rigs")
-    for folder in packages:
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in (".py", ".hpp", ".cpp", ".cu", ".yaml") and "registry" not in path.parts:
-                total.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
-
-
 class Matrix:
     """Runs rows and keeps them in `folder`. say: gets a line for each row."""
 
@@ -144,7 +135,10 @@ class Matrix:
     ) -> None:
         self.folder, self.seeds, self._say = folder, list(seeds), say
         self._chosen = None if checkers is None else frozenset(checkers)
-        self._sources = sources_digest()
+        self._sources = {
+            "native": sources.digest("native", NATIVE_MODULES),
+            "python": sources.digest("python", all_modules()),
+        }
         folder.mkdir(parents=True, exist_ok=True)
 
     def checkers(self, where: str) -> list[Checker]:
@@ -182,10 +176,10 @@ class Matrix:
 
     def _control(self, where: str, mutants: Sequence[Mutant], session: _Lazy | None) -> Row:
         names = sorted({one.name for m in mutants for one in able(m, self.checkers(where))})
-        known = self._known(f"{CONTROL}-{where}", "".join(names))
+        known = self._known(f"{CONTROL}-{where}", where, "".join(names))
         if known is not None:
             return known
-        row = Row(f"{CONTROL}-{where}", "", where, self._digest("".join(names)), {}, self._sources)
+        row = Row(f"{CONTROL}-{where}", "", where, self._digest(where, "".join(names)), {}, self._sources[where])
         with _lazily(lambda: Session(hook.environment(None, self.folder))) as own:
             for name in names:
                 row.cells[name] = self._cell(find(name), session or own, None, 0)
@@ -193,10 +187,11 @@ class Matrix:
 
     def _row(self, mutant: Mutant, checkers: Sequence[Checker], session: _Lazy, identity: int) -> Row:
         key = mutant.model_dump_json() + "".join(one.name for one in checkers)
-        known = self._known(mutant.name, key)
+        known = self._known(mutant.name, mutant.where, key)
         if known is not None:
             return known
-        row = Row(mutant.name, mutant.cls, mutant.where, self._digest(key), {}, self._sources)
+        where = mutant.where
+        row = Row(mutant.name, mutant.cls, where, self._digest(where, key), {}, self._sources[where])
         for checker in checkers:
             row.cells[checker.name] = self._cell(checker, session, mutant, identity)
         return self._keep(row)
@@ -215,16 +210,16 @@ class Matrix:
             cell.add(outcome, cls)
         return cell
 
-    def _digest(self, key: str) -> str:
-        return hashlib.sha256(f"{self._sources}{key}{self.seeds}".encode()).hexdigest()
+    def _digest(self, where: str, key: str) -> str:
+        return hashlib.sha256(f"{self._sources[where]}{key}{self.seeds}".encode()).hexdigest()
 
-    def _known(self, name: str, key: str) -> Row | None:
+    def _known(self, name: str, where: str, key: str) -> Row | None:
         path = self.folder / f"{name}.json"
         try:
             row = Row.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return row if row.digest == self._digest(key) else None
+        return row if row.digest == self._digest(where, key) else None
 
     def _keep(self, row: Row) -> Row:
         path = self.folder / f"{row.mutant}.json"

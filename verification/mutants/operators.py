@@ -43,9 +43,11 @@ OPERATOR_OF = {
     **dict.fromkeys(("+", "-", "*", "/", "%", "<<", ">>"), "arithmetic"),
 }
 _ENDS = frozenset({",", ";", "{", "}", "?", ":", "=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="})
+# Not deleted: jumps, declarations, and what is over once it compiles.
 _NO_STATEMENT = frozenset(
     (
         "return break continue if else for while do switch case default const constexpr static struct namespace using "
+        "static_assert "
         "template inline extern enum class public private bool int uint32_t uint64_t int32_t int64_t float auto"
     ).split()
 )

@@ -3,6 +3,9 @@
 mutmut's runner works on a copy of the whole tree under one choice of tests; here a sample is drawn by seed, and each
 mutant is a module of other text (`hook`) under the tests of its own module, so only mutmut's operators are used. A kill
 is a test that fails: an error of collection, or a run that does not end, is none.
+
+Left out are mutants of nothing but words for a reader: see `only_words`. A mutant's name and its place in the draw hang
+on the file and the change alone, so that a sample stays while the modules that it is of change elsewhere.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ import contextlib
 import hashlib
 import json
 import os
-import random
+import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,29 +69,77 @@ def draw(count: int, seed: int) -> tuple[list[TesterMutant], int]:
     """A sample of all mutants of the modules of `TESTS`, and how many there are. Raises BuildFailed without mutmut."""
     try:
         with contextlib.chdir(PRODUCT):  # mutmut looks there for its configuration, pyproject.toml
-            import libcst
             from mutmut.mutation.file_mutation import create_mutations
 
             of = {file: create_mutations(file, _source(file)) for file in TESTS}
     except ImportError as error:
-        raise BuildFailed("mutants of the tester are made with mutmut's operators: pip install mutmut") from error
-    every = [(file, i) for file, made in of.items() for i in range(len(made[1]))]
-    order = random.Random(f"tester/{seed}").sample(every, len(every))
+        raise BuildFailed(
+            "mutants of the tester are made with mutmut's operators: pip install '.[mutation]'"
+        ) from error
+    every: list[tuple[str, str, Any, Any]] = []  # name, file, node, its replacement
+    seen: Counter[str] = Counter()
+    for file, made in of.items():
+        for old, new in ((m.original_node, m.mutated_node) for m in made[1]):
+            change = f"{file}|{_code(old)}|{_code(new)}"
+            seen[change] += 1
+            if not only_words(old, new):
+                key = hashlib.sha256(f"{change}|{seen[change]}".encode()).hexdigest()[:10]
+                every.append((f"tester-{key}", file, old, new))
     out: list[TesterMutant] = []
-    for file, i in order:
+    for name, file, old, new in sorted(every, key=lambda one: hashlib.sha256(f"{seed}/{one[0]}".encode()).digest()):
         if len(out) == count:
             break
-        module, mutations = of[file][:2]
-        old, new = mutations[i].original_node, mutations[i].mutated_node
-        text, source = module.deep_replace(old, new).code, _source(file)
+        text, source = of[file][0].deep_replace(old, new).code, _source(file)
         if text == source:
             continue
         lines = zip(source.splitlines(), text.splitlines(), strict=False)
         line = next((at for at, (a, b) in enumerate(lines, 1) if a != b), 0)
-        words = [" ".join(libcst.Module([]).code_for_node(node).split())[:80] for node in (old, new)]
-        key = hashlib.sha256(f"{file}|{i}|{text}".encode()).hexdigest()[:10]
-        out.append(TesterMutant(f"tester-{key}", file, line, " -> ".join(words), text))
+        what = " -> ".join(" ".join(_code(node).split())[:80] for node in (old, new))
+        out.append(TesterMutant(name, file, line, what, text))
     return out, len(every)
+
+
+def _code(node: Any) -> str:
+    import libcst
+
+    return str(libcst.Module([]).code_for_node(node))
+
+
+def only_words(old: Any, new: Any) -> bool:
+    """Whether a libcst node differs from its replacement in nothing but a text for readers: a string that is changed or
+    is None instead, with a blank in what it says. One without may be a name that is compared, and stays, as does one
+    that begins with the name of a clause."""
+    import libcst
+
+    if isinstance(old, libcst.BaseString) or isinstance(new, libcst.BaseString):
+        return _is_prose(old)
+    if isinstance(old, libcst.Call) and isinstance(new, libcst.Call) and len(old.args) == len(new.args):
+        pairs = [(a, b) for a, b in zip(old.args, new.args, strict=True) if not a.deep_equals(b)]
+        exchanged = [(a.value, b.value) for a, b in pairs if a.keyword is b.keyword or a.keyword.deep_equals(b.keyword)]
+        same = old.func.deep_equals(new.func) and len(exchanged) == len(pairs) == 1
+        return same and _is_none(exchanged[0][1]) and _is_prose(exchanged[0][0])
+    if isinstance(old, libcst.Assign) and isinstance(new, libcst.Assign):
+        return _is_none(new.value) and _is_prose(old.value)
+    return False
+
+
+def _is_none(node: Any) -> bool:
+    return _code(node) == "None"
+
+
+def _is_prose(node: Any) -> bool:
+    """Whether a node is a string literal, an f-string or several of them, with a blank in what it says."""
+    import libcst
+
+    if isinstance(node, libcst.ConcatenatedString):
+        return _is_prose(node.left) or _is_prose(node.right)
+    if isinstance(node, libcst.FormattedString):
+        return _says(*(part.value for part in node.parts if isinstance(part, libcst.FormattedStringText)))
+    return isinstance(node, libcst.SimpleString) and _says(str(node.evaluated_value))
+
+
+def _says(*texts: str) -> bool:
+    return any(" " in text for text in texts) and not re.match(r"[A-Z]+\d+\b", texts[0])
 
 
 def _source(file: str) -> str:

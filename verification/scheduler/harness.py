@@ -79,6 +79,7 @@ class Harness:
             self.shared.ctypes.data, *(self.regions[n].ctypes.data for n in ("State", "Log", "Plan")), group_size
         )
         self.scheduler.init()
+        self.failures = 0  # steps that failed as a whole
         self.state = layouts["State"].views(self.regions["State"].data)
         self.plan = layouts["Plan"].views(self.regions["Plan"].data)
         self.log = layouts["Log"].view(self.regions["Log"].data, "entries")
@@ -102,8 +103,19 @@ class Harness:
         self.leases = [(0, 0)] * config.rings  # lease word seen, clock of the last sign of life
         self.situations: set[str] = set()
         self.strays: set[tuple[int, int, int]] = set()  # (ring, slot, generation) that may be refused unsubmitted
+        self.last = self.snapshot()  # after the newest call, where it is checked
+
+        if "memory" in self.checks:
+            invariants.check_fresh(config, self.state)
 
     # ---- what the engine does
+
+    def count_from(self, counted: int) -> None:
+        """As if so many events of each ring had been consumed, and so many requests had come: before any does."""
+        self.state["header"]["arrivals"] = counted
+        for front, views, rs in zip(self.fronts, self.rings, self.state["rings"], strict=True):
+            rs["cq_tail"] = rs["cq_published"] = rs["cq_head"] = counted
+            views["gpu"]["cq_tail"] = views["front_end"]["cq_head"] = front.cq_head = self.heard[front.index] = counted
 
     def attach(self) -> None:
         for front in self.fronts:
@@ -112,9 +124,11 @@ class Harness:
         assert all(front.acknowledged for front in self.fronts)
 
     def boundary(self) -> bool:
-        before = self._before()
+        before, earlier = self._before(), self.last
         launched = bool(self.scheduler.boundary(self.now))
         self._after(before, polled=False)
+        if "ledger" in self.checks:
+            self.check_status()
         self.in_flight = []
         if launched:
             resolve = scripted_model.check_plan if "plan" in self.checks else scripted_model.follow_plan
@@ -122,13 +136,16 @@ class Harness:
         if "progress" in self.checks and int(self.control["control"]["stop_request"][0]) == 0:
             planned = {int(r) for r in self.plan["rows"]["request"][: self.n_rows]} if launched else set()
             left = self.config.token_budget - (int(self.plan["header"]["n_tokens"][0]) if launched else 0)
-            invariants.check_progress(self.last, launched, planned, left)
+            invariants.check_progress(self.last, earlier, launched, planned, left)
         return launched
 
     def poll(self) -> int:
-        before = self._before()
+        before, beats = self._before(), int(self.control["status"]["heartbeat"][0])
         taken = int(self.scheduler.poll(self.now))
         self._after(before, polled=True)
+        if "ledger" in self.checks:
+            self.check_taken(before[1], taken)
+            self.check_beat(beats)
         return taken
 
     @property
@@ -143,6 +160,7 @@ class Harness:
             for planned in self.in_flight:
                 planned.submission.spoiled = True
             self.plan["header"]["status"] = StepStatus.FAILED
+            self.failures += 1
 
     def tick(self) -> bool:
         """One plain step: leases renewed, masks posted, boundary, model, poll, events consumed."""
@@ -238,6 +256,30 @@ class Harness:
         """The clock that was followed, and nothing of the front ends' memory changed."""
         assert int(self.state["header"]["clock"][0]) == clock, f"the clock is not {clock}"
         assert self._front_end_bytes() == written, "the scheduler wrote into memory of the front end"
+
+    def check_status(self) -> None:
+        """After a boundary: what everybody may read of steps that ended, and of those that failed."""
+        status, committed = self.control["status"], int(self.state["header"]["committed"][0])
+        steps, failures = int(status["steps"][0]), int(status["failures"][0])
+        assert steps == committed, f"the status tells of {steps} steps, {committed} have ended"
+        assert failures == self.failures, f"the status tells of {failures} failed steps, {self.failures} failed"
+
+    def check_taken(self, before: log_inputs.Inputs, taken: int) -> None:
+        """A poll returns how much it took: the loop naps only after one that took nothing."""
+        after = log_inputs.take(self.state, self.config.slots)
+        entries = changes = 0
+        for ring in range(self.config.rings):
+            changed = after.epochs[ring] != before.epochs[ring]
+            changes += changed
+            entries += 0 if changed else after.entries[ring] - before.entries[ring]
+        masks = sum(before.masks.get(key) != index for key, index in after.masks.items())
+        told = f"{entries} entries, {changes} epochs and {masks} masks"
+        assert taken == entries + changes + masks, f"a poll that took {told} returned {taken}"
+
+    def check_beat(self, before: int) -> None:
+        """Every poll raises the heartbeat, for the host and for each ring."""
+        beats = [int(self.control["status"]["heartbeat"][0]), *(int(r["gpu"]["heartbeat"][0]) for r in self.rings)]
+        assert min(beats) > before, f"heartbeats {beats}, {before} before the poll"
 
     def _signs_of_life(self, before: log_inputs.Inputs) -> list[bool]:
         """Rings whose lease changed, whose epoch did, or who had entries taken, in a call that looked at them."""

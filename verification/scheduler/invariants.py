@@ -270,8 +270,11 @@ def fits(s: State, request: int) -> bool:
     return bool(s.header["free_rows"] > 0 and -(-q.total // s.config.page_size) <= free)
 
 
-def check_progress(s: State, launched: bool, planned: set[int], budget_left: int) -> None:
-    """A decode with credits and mask is in every plan; nobody who could run is left out for nothing."""
+def check_progress(s: State, before: State, launched: bool, planned: set[int], budget_left: int) -> None:
+    """A decode with credits and mask is in every plan; nobody who could run is left out for nothing.
+
+    before: as it was before the boundary.
+    """
     for request in s.running:
         q = s.requests[request]
         if q.total - q.computed == 1 and request not in planned:
@@ -286,8 +289,34 @@ def check_progress(s: State, launched: bool, planned: set[int], budget_left: int
         for request in heads(s, priority):
             if token_credit(s, request) and budget_left > 0:
                 old = [r for r in s.running if s.requests[r].paused >= s.config.paused_limit]
+                q, preemptions = s.requests[request], before.requests[request].preemptions
+                if q.preemptions > preemptions and q.paused >= s.config.paused_limit:
+                    continue  # paused for long, it gave way to a lower class just now
                 assert not fits(s, request), f"head {request} of class {priority} fits and was left out"
                 assert not old, f"rows paused for long {old} keep head {request} out"
+
+
+def check_fresh(config: EngineConfig, state: dict[str, Array]) -> None:
+    """Before the first call: requests, rings and pages hold nothing, and what nobody has used is zero."""
+    least = {
+        "requests": {"next": -1, "row": -1},
+        "rings": {"wait_head": -1, "wait_tail": -1},
+        "pages": {"owner": -1, "bucket_next": -1, "lru_prev": -1, "lru_next": -1, "state": PageState.FREE},
+    }
+    for section, fields in least.items():
+        expected = np.zeros(len(state[section]), state[section].dtype)
+        for name, value in fields.items():
+            expected[name] = value
+        if section == "pages":
+            expected["state"][:RESERVED] = PageState.RESERVED
+        same = np.array_equal(state[section].view(np.uint8), expected.view(np.uint8))
+        assert same, f"{section} are not as new: {state[section]}"
+    for section in ("sampling", "bias", "running", "block_tables", "quarantine", "page_tokens", "masks", "tokens"):
+        assert not state[section].view(np.uint8).any(), f"{section} are not as new: {state[section]}"
+    assert sorted(state["row_stack"].tolist()) == list(range(config.max_rows)), f"rows {state['row_stack']}"
+    free = state["free_list"][: config.pages - RESERVED].tolist()
+    assert sorted(free) == list(range(RESERVED, config.pages)), f"free pages {free}"
+    assert (state["buckets"] == -1).all(), f"buckets {state['buckets']}"
 
 
 def check_all(s: State) -> None:

@@ -37,6 +37,7 @@ CORRUPTIONS: tuple[tuple[str, Any], ...] = (
 )
 ACTS = ["cancel"] * 6 + ["withhold", "release", "silence", "silence", "speak"] * 2
 ACTS += ["duplicate", "bad_head", "garbage", "attach", "mask_torn", "mask_early", "mask_other", "later", "earlier"]
+ACTS += ["mask_torn"] * 5
 EXAMPLES = "BLINK_TEST_EXAMPLES"  # environment: programs that a shortened run draws
 FAULTS = ["nan", "range", "unwritten", "no_token", "poison", "failed"]
 
@@ -64,7 +65,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Act:
-    """One of ACTS or drain on a ring; `pick` selects among many or says how much."""
+    """One of ACTS, drain or stop on a ring; `pick` selects among many or says how much."""
 
     what: str
     ring: int
@@ -84,11 +85,12 @@ class Tick:
 
 @dataclass(frozen=True)
 class Program:
-    """first: number of each ring's first submission entry."""
+    """first: number of each ring's first submission entry. counted: each ring's events, and requests, before it."""
 
     config: EngineConfig
     ticks: tuple[Tick, ...] = field(repr=True)
     first: int = 0
+    counted: int = 0
 
 
 @st.composite
@@ -134,6 +136,7 @@ def _plain(config: EngineConfig) -> st.SearchStrategy[Submit]:
         token=st.integers(0, 2),
         priority=st.sampled_from([0, 0, 0, 1, 3]),
         cache=st.sampled_from([True, True, True, False]),
+        masked=st.sampled_from([False, False, False, config.masks >= config.slots]),
     )
 
 
@@ -178,13 +181,15 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
         polls=st.integers(0, 2),
         fault=st.sampled_from([None] * 24 + FAULTS + ["failed"]),
         row=st.integers(0, config.max_rows - 1),
-        masks=st.sampled_from([1, 2, 0]),
+        masks=st.sampled_from([1, 2, 0, 0]),
     )
     burst = Tick(before=draw(st.lists(plain, min_size=2, max_size=6).map(tuple)))
     chosen = [burst, *draw(st.lists(ticks, min_size=4, max_size=16))]
-    if draw(st.integers(0, 5)) == 5:
-        chosen.append(Tick(before=(Act("drain", 0), draw(plain))))
-    return Program(config, tuple(chosen), draw(st.sampled_from([0, 0, 0, SEQUENCES - 3])))
+    ending = draw(st.sampled_from(["", "", "", "", "drain", "stop"]))
+    if ending:
+        chosen.append(Tick(before=(Act(ending, 0), draw(plain))))
+    first, counted = draw(st.sampled_from([0, 0, 0, SEQUENCES - 3])), draw(st.sampled_from([0, 0, 1 << 32]))
+    return Program(config, tuple(chosen), first, counted)
 
 
 def run(program: Program, *, limit: int = 2000, **options: Any) -> Harness:
@@ -196,6 +201,7 @@ def run(program: Program, *, limit: int = 2000, **options: Any) -> Harness:
     h.attach()
     for front, views in zip(h.fronts, h.rings, strict=True):  # as if that many entries had been taken
         h.state["rings"]["sq_next"][front.index] = views["gpu"]["sq_head"] = front.sq_tail = program.first
+    h.count_from(program.counted)
     for tick in program.ticks:
         perform(h, tick)
     wind_up(h, limit)
@@ -269,19 +275,21 @@ def act(h: Harness, action: Submit | Act) -> None:
         front.views["sq"][front.sq_tail % h.config.sq_entries] = word
     elif action.what == "attach" and action.pick < 4:
         front.attach()
-    elif action.what == "drain":
-        h.control["control"]["drain_request"] = 1
+    elif action.what in ("drain", "stop"):
+        h.control["control"][f"{action.what}_request"] = 1
 
 
 def spoil_mask(h: Harness, front: FrontEnd, action: Act) -> None:
     """A mailbox with a wrong bit, with the mask of a later index, or with that of another generation."""
     needy = [x for x in front.live.values() if x.masked and x.refusal is None]
+    if action.what == "mask_torn":  # what has been posted whole is not touched before it is used
+        needy = [x for x in needy if not front.has_posted(x)]
     if not needy:
         return
     x = needy[action.pick % len(needy)]
     if action.what == "mask_torn":
-        if not front.has_posted(x):  # what has been posted whole is not touched before it is used
-            front.post_mask(x, torn=True)
+        front.post_mask(x, torn=True)
+        h.poll()
         return
     front.post_mask(x, index=len(x.tokens) + 1)
     if action.what == "mask_other":

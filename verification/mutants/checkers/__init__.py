@@ -23,6 +23,11 @@ def _others() -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__init__", "base", *NATIVE))
 
 
+def all_modules() -> tuple[str, ...]:
+    """Names of the modules here that list checkers."""
+    return (*NATIVE, *_others())
+
+
 def every(where: str | None = None) -> tuple[Checker, ...]:
     """All checkers, or those that notice mutants of that kind, in order of their names.
 

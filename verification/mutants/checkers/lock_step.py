@@ -155,8 +155,9 @@ OBSERVABLES: tuple[tuple[str, str], ...] = (
     ("state", "RSX"), ("live", "RSX"), ("admitted", "S"), ("call", "GQ"), ("in_flight", "G"), ("step", "G"),
 )  # fmt: skip
 OTHER = "other"
-GROUPED, GROUP = 8, 2  # programs of a seed whose calls a group of threads works on
-GROUP_FILES = ("/steady.hpp", "/group.hpp", "/thread_group.hpp")
+GROUPED, GROUP = 60, 2  # programs of a seed whose calls a group of threads works on
+GROUP_ONLY = ("/steady.hpp", "/thread_group.hpp", "/next.hpp")  # where a group of one never comes
+GROUP_FILES = (*GROUP_ONLY, "/group.hpp")
 STEADY = Theme(("step", "step", "submit", "boundary"))
 _PLACES = {kind: [at for at, one in enumerate(TABLE) if one.__name__ == kind] for kind in {t.__name__ for t in TABLE}}
 Named = list[tuple[str, int]]

@@ -1,20 +1,24 @@
-"""Checker: the scheduler among real threads under ThreadSanitizer, for mutants of the memory order of ring words.
+"""Checkers: the scheduler among real threads under ThreadSanitizer, for mutants of the memory order of ring words, and
+for those of what a group of threads agrees upon.
 
-A machine with a total store order hides these from every checker that looks at what was computed.
+A machine with a total store order hides the former from every checker that looks at what was computed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from filelock import FileLock
 
-from verification.mutants import weave
+from blink_core.abi.enums import LogLevel
+from verification.mutants import native, weave
 from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.model import PRODUCT, Mutant
 
@@ -52,6 +56,60 @@ class Races:
         return None if race is None else found(self, "data race", race)
 
 
+class GroupRaces:
+    """The scheduler as a group of three threads, below log level ALL too: a barrier that is missing is a data race.
+
+    All mutants of a woven build are in one program. Of automatic mutants only: named ones have their checkers.
+    """
+
+    name = "group-races"
+    where = frozenset({"native"})
+    clauses: Mapping[str, frozenset[str]] = {"data race in a group": frozenset("D")}
+    functions = frozenset({"verification.mutants.checkers.races.reported"})
+    seconds = 60.0
+
+    def applies(self, mutant: Mutant) -> bool:
+        return False
+
+    def prepare(self, seed: int) -> None:
+        """Builds the program."""
+        _woven(os.environ)
+
+    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
+        """One run at each level. Raises RuntimeError for one that ends wrongly without a race."""
+        program, identity = _woven(product.environ)
+        rng = random.Random(f"group-races/{seed}")
+        for level in (LogLevel.DECISIONS, LogLevel.ALL):
+            done = subprocess.run(
+                [str(program), "3", str(rng.randrange(150, 250)), str(int(level))],
+                capture_output=True,
+                text=True,
+                timeout=max(1.0, left(deadline) - 1.0),
+                check=False,
+                env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "BLINK_MUTANT": str(identity)},
+            )
+            race = reported(done.stderr)
+            if race is not None:
+                return found(self, "data race in a group", race)
+            if done.returncode:
+                raise RuntimeError(f"level {level}: exit code {done.returncode}: {done.stderr[-300:]}")
+        return None
+
+
+def _woven(environ: Mapping[str, str]) -> tuple[Path, int]:
+    """The program with all mutants of the woven build that the environment names, or with none, and which is on."""
+    told = json.loads(environ.get(native.VARIABLE, "null"))
+    if told is None:
+        return _built(None), 0
+    folder = Path(told["module"]).parent
+    headers = folder / "woven"
+    total = hashlib.sha256(SOURCE.read_bytes())
+    for part in weave.FOLDERS:
+        for path in sorted((headers / part).glob("*.[ch]pp")):
+            total.update(path.read_bytes())
+    return _compiled(folder / "races", headers, total.hexdigest()), int(told["identity"])
+
+
 def reported(text: str) -> str | None:
     """The first data race of a sanitizer's output, by its first lines; None if it reports none."""
     at = text.find(REPORT)
@@ -63,23 +121,32 @@ def _built(mutant: Mutant | None) -> Path:
     if not SOURCE.is_file():
         raise weave.BuildFailed(f"{SOURCE} is not there: it is run in a clone of Blink")
     folder = PRODUCT / "build" / "mutants" / f"races-{mutant.name if mutant else 'clean'}"
-    folder.mkdir(parents=True, exist_ok=True)
     total = hashlib.sha256((mutant.model_dump_json() if mutant else "").encode())
     for path in [SOURCE, *weave.sources()]:
         total.update(path.read_bytes())
+
+    def copy() -> None:
+        for part in weave.FOLDERS:
+            shutil.copytree(PRODUCT / part, folder / part, dirs_exist_ok=True)
+        if mutant is not None:
+            text = mutant.path.read_text(encoding="utf-8")
+            (folder / mutant.file).write_text(mutant.apply(text), encoding="utf-8")
+
+    return _compiled(folder, folder, total.hexdigest(), copy)
+
+
+def _compiled(folder: Path, headers: Path, digest: str, before: Callable[[], None] = lambda: None) -> Path:
+    """The program in `folder`, made from the headers under `headers` unless that of this digest is there."""
+    folder.mkdir(parents=True, exist_ok=True)
     program, stamp = folder / "threads", folder / "digest"
     with FileLock(folder / "lock", timeout=weave.BUILD_TIMEOUT_S):
-        if not (program.exists() and stamp.exists() and stamp.read_text() == total.hexdigest()):
+        if not (program.exists() and stamp.exists() and stamp.read_text() == digest):
             stamp.unlink(missing_ok=True)
-            for part in weave.FOLDERS:
-                shutil.copytree(PRODUCT / part, folder / part, dirs_exist_ok=True)
-            if mutant is not None:
-                text = mutant.path.read_text(encoding="utf-8")
-                (folder / mutant.file).write_text(mutant.apply(text), encoding="utf-8")
-            includes = [f"-I{folder / part}" for part in weave.FOLDERS]
+            before()
+            includes = [f"-I{headers / part}" for part in weave.FOLDERS]
             weave.run(weave.compiler(), *_OPTIONS, *includes, *weave.includes(), str(SOURCE), "-o", str(program))
-            stamp.write_text(total.hexdigest())
+            stamp.write_text(digest)
     return program
 
 
-CHECKERS = (Races(),)
+CHECKERS = (Races(), GroupRaces())

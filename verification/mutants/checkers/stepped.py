@@ -6,6 +6,7 @@ would check. What they do not use: the specification, and each other's functions
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,7 +14,11 @@ from functools import lru_cache
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from blink_core.abi.enums import LogLevel, SlotFlag
 from verification.mutants.checkers.base import Finding, Product, found, left
+from verification.mutants.checkers.lock_step import GROUP_FILES
+from verification.mutants.model import Mutant
+from verification.scheduler.harness import Harness, small_config
 from verification.scheduler.programs import Program, programs, run
 
 PROGRAMS = 60  # of one seed
@@ -86,6 +91,7 @@ MEMORY = Stepped(
         f"{_S}.invariants.check_credits": "R",
         f"{_S}.invariants.check_deficits": "Q",
         f"{_S}.invariants.check_idle": "K",
+        f"{_S}.invariants.check_fresh": "KQS",
     },
 )
 PROGRESS = Stepped(
@@ -115,6 +121,9 @@ LEDGER = Stepped(
         f"{_S}.harness.Harness.check_ends": "R",
         f"{_S}.harness.Harness.check_queue": "DR",
         f"{_S}.harness.Harness.check_call": "VX",
+        f"{_S}.harness.Harness.check_status": "GX",
+        f"{_S}.harness.Harness.check_taken": "DVX",
+        f"{_S}.harness.Harness.check_beat": "X",
     },
 )
 PLAN = Stepped(
@@ -129,4 +138,54 @@ PLAN = Stepped(
     },
 )
 
-CHECKERS = (MEMORY, PROGRESS, CACHE, LOG, LEDGER, PLAN)
+
+class Steady:
+    """A group of threads over more rows than one word of a row set holds: plans, tokens, events, and that it takes
+    every boundary together at which all rows have a token and go on. Where it does not, nothing is wrong but slow."""
+
+    name = "steady-boundaries"
+    where = frozenset({"native"})
+    clauses: Mapping[str, frozenset[str]] = {"taken together": frozenset("GS"), "rows together": frozenset("DGKRS")}
+    functions = frozenset({"verification.mutants.checkers.stepped.Steady.judge"})
+    seconds = 60.0
+
+    def applies(self, mutant: Mutant) -> bool:
+        """Whether only a group of threads runs what it changes."""
+        return mutant.file.endswith(GROUP_FILES)
+
+    def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
+        """Rows that outlast a few boundaries, and end."""
+        try:
+            return self.judge(product, random.Random(f"steady/{seed}"))
+        except AssertionError as error:
+            return found(self, "rows together", str(error))
+
+    def judge(self, product: Product, rng: random.Random) -> Finding | None:
+        """Raises AssertionError for what the harness finds wrong."""
+        rows, rings, length, new = rng.randrange(65, 90), rng.randrange(1, 4), 5, 12
+        slots, most = -(-rows // rings), length + new
+        config = small_config(
+            rings=rings, slots=slots, max_rows=rows, max_len=most + 1, pages=2 + rows * (most // 4 + 1),
+            token_budget=rows * length, cq_entries=4096, sq_entries=256, arena_tokens=slots * 32, masks=0,
+            quantum=1 << 12, log_level=LogLevel.DECISIONS,
+        )  # fmt: skip
+        h = Harness(config, native=product.native, group_size=rng.randrange(2, 5), checks=("ledger", "plan"))
+        h.attach()
+        for i in range(rows):
+            prompt = [rng.randrange(1, config.vocab) for _ in range(rng.randrange(1, length + 1))]
+            h.fronts[i % rings].submit(prompt, new, flags=SlotFlag.IGNORE_EOS)
+        expected, before = 0, None
+        for _ in range(new + 6):
+            launched = h.tick()
+            planned = h.plan["rows"][: h.n_rows]
+            now = planned["request"].tolist() if launched and planned["sample"].all() else None
+            expected += now is not None and now == before and len(now) == rows
+            before = now
+        taken = h.scheduler.steady_boundaries
+        if taken != expected or expected < new - 3:
+            words = f"{taken} boundaries were taken together by {rows} rows, {expected} could be"
+            return found(self, "taken together", words)
+        return None
+
+
+CHECKERS = (MEMORY, PROGRESS, CACHE, LOG, LEDGER, PLAN, Steady())

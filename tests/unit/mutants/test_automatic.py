@@ -1,0 +1,151 @@
+"""Sampled mutants, of the scheduler and of the tester: what is drawn, what is left out, and what a result hangs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verification.mutants import automatic, sources, tester
+from verification.mutants.automatic import CHECKERS, LATER, Automatic, Result, Score
+from verification.mutants.checkers import NATIVE, all_modules
+from verification.mutants.model import PRODUCT
+from verification.mutants.operators import Site, sites
+from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
+
+TEXT = "BLINK_FN void f(uint32_t n) {\n  static_assert(sizeof(A) == 4);\n  use(n + 1);\n}\n"
+
+
+def mutant(name: str, file: str = "blink_core/device/ring.hpp") -> Automatic:
+    return Automatic(name, file, 1, Site("deletion", 0, 1, ";", "statement", "deleted"))
+
+
+def test_what_only_a_compiler_sees_is_not_deleted() -> None:
+    """Catches: mutants that no running program can differ by; statements that are left out with them."""
+    deleted = [site.what for site in sites(TEXT) if site.operator == "deletion"]
+    assert deleted == ["deleted: use(n + 1);"]
+
+
+def test_sample_stays_while_the_product_changes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sample that is another one after any edit, so that no argument and no result of it lasts."""
+    every = [mutant(f"auto-{i}") for i in range(200)]
+    monkeypatch.setattr(automatic, "_compiling", lambda chosen, also: list(chosen))
+    monkeypatch.setattr(automatic, "universe", lambda: every)
+    before = [m.name for m in automatic.draw(50, 1).mutants]
+    monkeypatch.setattr(automatic, "universe", lambda: [mutant("auto-new"), *every[:10], *every[11:]])
+    after = [m.name for m in automatic.draw(50, 1).mutants]
+    assert len(set(before) - set(after)) <= 2
+    assert before[:5] != [m.name for m in every[:5]]
+    assert before != [m.name for m in automatic.draw(50, 2).mutants]
+
+
+@pytest.mark.parametrize(
+    ("told", "word", "killer"),
+    [
+        ({}, "survived", ""),
+        ({"lock-step": TIMEOUT, "progress": FOUND}, "killed", "progress"),
+        ({"lock-step": CRASH, "group-races": FOUND}, "killed", "group-races"),
+        ({"live-thread": CRASH}, "crash", ""),
+        ({"plan-and-kv": TIMEOUT}, "timeout", ""),
+    ],
+)
+def test_word_of_a_mutant(told: dict[str, str], word: str, killer: str) -> None:
+    """Catches: a crash or a hang that counts as a kill, or that keeps later checkers from one."""
+    asked: list[str] = []
+
+    class Told:
+        def run(self, job: Job) -> Outcome:
+            asked.append(job.checker)
+            return Outcome(told.get(job.checker, NOTHING), "clause", [])
+
+    session: Any = Told()
+    result = automatic._judge(session, mutant("auto-0"), 1, [1, 2, 3])
+    assert (result.word, result.checker) == (word, killer)
+    if word != "killed":
+        assert list(dict.fromkeys(asked)) == [*CHECKERS, *LATER]
+    asked.clear()
+    automatic._judge(session, mutant("auto-1", "blink_core/device/steady.hpp"), 1, [1, 2, 3])
+    assert not set(asked) & set(CHECKERS), "a group of one never comes there"
+
+
+def test_argument_that_a_kill_refutes_is_told() -> None:
+    """Catches: a mutant that is left out of the score by an argument, though a checker tells it from the product."""
+    results = [Result(mutant("auto-0"), "killed", "progress"), Result(mutant("auto-1"), "survived")]
+    score = Score(results, 10, 0, ["auto-0", "auto-1"])
+    assert score.refuted == ["auto-0 by progress"]
+    assert Score(results, 10, 0, ["auto-1"]).refuted == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"no such page"', '"XXno such pageXX"', True),
+        ('"one-state"', '"XXone-stateXX"', False),
+        (r'"\N{REPLACEMENT CHARACTER}"', r'"XX\N{REPLACEMENT CHARACTER}XX"', False),
+        ('"V4: after its end"', '"v4: after its end"', False),
+        ('bad("refs", f"page {page} is lost")', 'bad("refs", None)', True),
+        ('bad("refs", f"page {page} is lost")', 'bad(None, f"page {page} is lost")', False),
+        ('bad("refs", f"page {page} is lost")', 'bad("refs", )', False),
+        ("bad(page, found)", "bad(page, None)", False),
+        ("1 + 2", "1 - 2", False),
+    ],
+)
+def test_only_words_for_readers_are_left_out(old: str, new: str, words: bool) -> None:
+    """Catches: mutants of logic or of names that are compared, left out of the score as words; words that count."""
+    libcst = pytest.importorskip("libcst")
+    assert tester.only_words(libcst.parse_expression(old), libcst.parse_expression(new)) is words
+
+
+def test_a_message_that_is_not_made_is_words() -> None:
+    """Catches: a value other than a message, whose loss is left out of the score."""
+    libcst = pytest.importorskip("libcst")
+
+    def assigned(text: str) -> Any:
+        return libcst.parse_statement(text).body[0]
+
+    assert tester.only_words(assigned('message = f"{n} rows are bad"'), assigned("message = None"))
+    assert not tester.only_words(assigned("split = [1, 2]"), assigned("split = None"))
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Appends a line to a file of ours, as the digest sees it."""
+    read = Path.read_bytes
+    changed: set[Path] = set()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path in changed else b""))
+
+    def change(name: str) -> None:
+        changed.clear()
+        changed.add(PRODUCT / name)
+
+    return change
+
+
+def test_what_a_row_hangs_on(copied: Callable[[str], None]) -> None:
+    """Catches: results that are kept though what they were made with has changed, or thrown away for a page of text."""
+
+    def digests() -> tuple[str, str]:
+        return sources.digest("native", NATIVE), sources.digest("python", all_modules())
+
+    before = digests()
+    both = ("verification/spec/ring.py", "verification/mutants/worker.py", "verification/thresholds.yaml")
+    native = ("tests/planted/threads.cpp", "CMakeLists.txt")
+    python = ["blink_core/frontend/tokenizer.py", "verification/mutants/checkers/text.py", "hil_rigs/stepped.py"]
+    python += ["hil_rigs/rigs/local.yaml", "verification/oracles/hf.py"]
+    neither = ["README.md", "verification/certificate/report.py", "hil_rigs/gpu/bench.py"]
+    neither += ["blink_core/device/kernels/moe.cu", "verification/mutants/equivalent.yaml"]
+    shared = ("blink_core/device/ring.hpp", "verification/mutants/site/sitecustomize.py")
+    for name in (*both, *shared):
+        copied(name)
+        assert all(a != b for a, b in zip(digests(), before, strict=True)), name
+    for name in native:
+        copied(name)
+        assert digests()[0] != before[0], name
+    for name in python:
+        copied(name)
+        assert digests()[1] != before[1], name
+    for name in neither:
+        copied(name)
+        assert digests() == before, name
