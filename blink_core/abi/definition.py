@@ -1,15 +1,12 @@
 """Single definition of every struct and memory region shared between processes or with the GPU.
 
-A `Struct` is a packed little-endian record whose fields are naturally aligned by construction (checked).
-A `Region` is a run of 64-byte aligned sections whose element counts are expressions over `Config`, so the
-layout is computed at run time by Python and by C++ from the same text. Source: design sections 3 to 5.
+What a `Struct` and a `Region` are stands in `records`. Source: design sections 3 to 5.
 """
 
-from dataclasses import dataclass
+from blink_core.abi.records import Field, Region, Section, Struct
 
 ABI_VERSION = 2
 MAGIC = 0x424C494E4B303031  # "BLINK001"
-SECTION_ALIGN = 64
 MAX_STOP_IDS = 8
 MAX_EOS_IDS = 8
 MAX_LOGPROBS = 20  # alternatives of one token, as in the OpenAI API
@@ -25,60 +22,6 @@ SQ_SEQ_SHIFT = 0
 SQ_OP_SHIFT = 24
 SQ_SLOT_SHIFT = 28
 SQ_GENERATION_SHIFT = 40
-
-SIZES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "i32": 4, "i64": 8, "f32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field: scalar type name of `SIZES`, optional array length, one-line meaning."""
-
-    name: str
-    type: str
-    doc: str = ""
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Struct:
-    """A record of exactly `size` bytes; fields are laid out in order without implicit padding."""
-
-    name: str
-    size: int
-    doc: str
-    fields: tuple[Field, ...]
-
-    def offsets(self) -> dict[str, int]:
-        """Byte offset of each field. Raises ValueError on misalignment or a size that does not match."""
-        at, result = 0, {}
-        for field in self.fields:
-            width = SIZES[field.type]
-            if at % width:
-                raise ValueError(f"{self.name}.{field.name}: offset {at} is not a multiple of {width}")
-            result[field.name] = at
-            at += width * field.count
-        if at > self.size:
-            raise ValueError(f"{self.name}: fields take {at} bytes, declared size is {self.size}")
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """`count` (expression over Config fields) elements of a struct or scalar."""
-
-    name: str
-    element: str
-    count: str
-    doc: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Named sections, each aligned to `SECTION_ALIGN` bytes."""
-
-    name: str
-    doc: str
-    sections: tuple[Section, ...]
 
 
 CONFIG = Struct(

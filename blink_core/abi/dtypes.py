@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from blink_core.abi.definition import REGIONS, SECTION_ALIGN, STRUCTS, Region, Struct
+from blink_core.abi.definition import REGIONS, STRUCTS
+from blink_core.abi.records import SECTION_ALIGN, Region, Struct
 
 _SCALARS: dict[str, np.dtype[Any]] = {
     "u8": np.dtype("<u1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from blink_core.abi import definition as d
 from blink_core.abi import enums
+from blink_core.abi.records import SECTION_ALIGN, SIZES, Region, Struct
 
 HEADER = Path(__file__).parent.parent / "device" / "abi.hpp"
 
@@ -32,7 +33,7 @@ def _enum(cls: type[IntEnum]) -> list[str]:
     return [f"enum class {cls.__name__} : uint32_t {{ {members} }};"]
 
 
-def _struct(struct: d.Struct) -> list[str]:
+def _struct(struct: Struct) -> list[str]:
     offsets = struct.offsets()
     lines = [f"// {struct.doc}", f"struct alignas(8) {struct.name} {{"]
     used = 0
@@ -40,7 +41,7 @@ def _struct(struct: d.Struct) -> list[str]:
         array = f"[{f.count}]" if f.count > 1 else ""
         comment = f"  // {f.doc}" if f.doc else ""
         lines.append(f"  {_CPP[f.type]} {f.name}{array};{comment}")
-        used = offsets[f.name] + d.SIZES[f.type] * f.count
+        used = offsets[f.name] + SIZES[f.type] * f.count
     if used < struct.size:
         lines.append(f"  uint8_t reserved_[{struct.size - used}];")
     lines.append("};")
@@ -52,7 +53,7 @@ def _struct(struct: d.Struct) -> list[str]:
     return lines
 
 
-def _region(region: d.Region) -> list[str]:
+def _region(region: Region) -> list[str]:
     lines = [f"// {region.doc}", f"struct {region.name}Layout {{"]
     lines += [f"  uint64_t {s.name};" + (f"  // {s.doc}" if s.doc else "") for s in region.sections]
     lines += ["  uint64_t nbytes;", "};"]
@@ -88,7 +89,7 @@ def render() -> str:
     ]
     lines += [f"inline constexpr uint32_t {name} = {getattr(d, name)};" for name in _CONSTANTS]
     lines.append(f"inline constexpr uint64_t MAGIC = {d.MAGIC:#x}ull;")
-    lines.append(f"inline constexpr uint64_t SECTION_ALIGN = {d.SECTION_ALIGN};")
+    lines.append(f"inline constexpr uint64_t SECTION_ALIGN = {SECTION_ALIGN};")
     lines.append("")
     for value in vars(enums).values():
         if isinstance(value, type) and issubclass(value, IntEnum) and value is not IntEnum:

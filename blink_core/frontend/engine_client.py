@@ -14,6 +14,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from blink_core.frontend.engine_api import (
 )
 from blink_core.frontend.ring_client import ArenaFull, Handle, ProtocolError, RingClient, RingFull, decode_logprobs
 from blink_core.runtime.descriptor import KV_COUNTERS, DescriptorError, EngineDescriptor
+from blink_core.runtime.engine_health import Health, HealthReader
 from blink_core.runtime.memory import MappedMemory
 from blink_core.transport.interface import TransportError, TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
@@ -68,6 +70,8 @@ class RingEngineClient:
         self._tags = itertools.count(1)
         self._failure: str | None = None
         self.kv_reports: Callable[[], int] | None = None  # of an engine under the KV sanitizer
+        self.engine_health: Callable[[], Health] = Health  # what the engine's own process knows
+        self._ended: Counter[ErrorReason] = Counter()  # requests that the model's own errors ended
         self._state = EngineState.READY
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._pump, name="blink-ring-poll", daemon=True)
@@ -135,11 +139,18 @@ class RingEngineClient:
             # Every event was published before that state: what was not there before it is there now.
             last = self._ring.poll(0.0)
             if not len(last):
-                raise _Lost(f"engine is {self._state.name.lower()}")
+                raise _Lost(self._because(f"engine is {self._state.name.lower()}"))
             self._hand_on(decoder, last)
         if self._started is None or not _still_runs(self._pid, self._started):
-            raise _Lost(f"engine process {self._pid} is gone")
+            raise _Lost(self._because(f"engine process {self._pid} is gone"))
+        if self._state is not EngineState.FAILED and (failure := self.engine_health().failure) is not None:
+            raise _Lost(failure.reason)  # of a GPU that can no longer say so itself
         return seen
+
+    def _because(self, what: str) -> str:
+        """What happened, with the reason that the engine's process gave."""
+        failure = self.engine_health().failure
+        return what if failure is None or failure.reason in what else f"{what}: {failure.reason}"
 
     def _reattach(self) -> bool:
         """Waits for the heartbeat to return and takes a new epoch. False when the client is closed meanwhile."""
@@ -177,6 +188,8 @@ class RingEngineClient:
 
     def _dispatch(self, outputs: list[tuple[Key, Output]]) -> None:
         for key, output in outputs:
+            if isinstance(output, EngineError) and output.reason in _MODEL_ERRORS:
+                self._ended[output.reason] += 1
             queue = self._queues.get(key)
             if queue is not None:  # else cancelled: its consumer is gone
                 queue.put_nowait(output)
@@ -247,12 +260,14 @@ class RingEngineClient:
 
     def health(self) -> EngineHealth:
         if self._failure is not None:
-            return EngineHealth(False, "dead", self._failure)
+            return EngineHealth(False, "dead", self._because(self._failure))
         if self._state in (EngineState.DRAINING, EngineState.DRAINED):
             return EngineHealth(True, "draining", f"engine is {self._state.name.lower()}")
         if self.kv_reports is not None and (reports := self.kv_reports()):
             return EngineHealth(True, "ready", f"the KV sanitizer made {reports} reports: see the engine's log")
-        return EngineHealth(True, "ready")
+        told = [f"{count} requests ended with {_explain(reason)}" for reason, count in sorted(self._ended.items())]
+        told += [detail] if (detail := self.engine_health().detail) else []
+        return EngineHealth(True, "ready", "; ".join(told))
 
     async def close(self) -> None:
         self._stop.set()
@@ -272,6 +287,8 @@ _EXPLANATIONS = {
     ErrorReason.LEASE_LOST: "the front end did not renew its lease in time, so the engine dropped its requests",
     ErrorReason.NO_TOKEN: "logit_bias, min_tokens and the grammar leave no token that may be chosen",
 }
+
+_MODEL_ERRORS = frozenset({ErrorReason.NAN_LOGITS, ErrorReason.MODEL_ERROR})
 
 
 def _explain(reason: ErrorReason) -> str:
@@ -369,6 +386,7 @@ async def connect(
     loop = asyncio.get_running_loop()
     made = RingEngineClient(client, limits, descriptor.pid, loop, heartbeat_limit_s=heartbeat_limit_s)
     made.kv_reports = kv_reports(descriptor)
+    made.engine_health = HealthReader(Path(descriptor_path).parent).read
     return made
 
 

@@ -29,6 +29,8 @@ _GENERATIONS = 1 << GENERATION_BITS
 _MASK_BOX = DTYPES["MaskBox"]
 _LEASE_RENEWALS = 10  # in one lease
 _ANY_BOX = -1
+# In the epoch word while a front end clears the ring for the epoch beside it: nobody's epoch.
+_FENCE = 1 << 31
 
 
 class RingFull(Exception):
@@ -132,13 +134,14 @@ class RingClient:
         """
         with self._lock:
             self._epoch = None
-            epoch = self._word("front_end", 0) + 1
-            # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
-            self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
-            # Generations begin anew too: a mask of the old epoch could be taken for a new request's.
-            if self.config.masks:
-                self._write(self._at["mask_boxes"], bytes(_MASK_BOX.itemsize * self.config.masks))
-            self._set_word("front_end", 2, 0)
+            found = self._word("front_end", 0)
+            epoch = (found + 1) & ~_FENCE or 1
+            self._clear()
+            if found:
+                # Its predecessor may live, and write on until it finds another epoch: what it wrote behind the clearing
+                # would be taken for this epoch's. Cleared before as well, so that nothing is taken under the fence.
+                self._set_word("front_end", 0, epoch | _FENCE)
+                self._clear()
             with self._lease_lock:
                 self._lease = self._word("front_end", 1)
             self.renew_lease()
@@ -155,6 +158,15 @@ class RingClient:
             self._forget()
             return epoch
 
+    def _clear(self) -> None:
+        """Posts the writes that empty the ring: queue, mailboxes, head."""
+        # Entries of the old epoch must not be taken for new ones after the engine resets its indices.
+        self._write(self._at["sq"], bytes(8 * self.config.sq_entries))
+        # Generations begin anew too: a mask of the old epoch could be taken for a new request's.
+        if self.config.masks:
+            self._write(self._at["mask_boxes"], bytes(_MASK_BOX.itemsize * self.config.masks))
+        self._set_word("front_end", 2, 0)
+
     def check_epoch(self) -> None:
         """Raises Superseded if another front end has attached to the ring since this one did; one 8-byte read.
 
@@ -167,7 +179,7 @@ class RingClient:
         found = self._word("front_end", 0)
         if found != self._epoch:
             raise Superseded(
-                f"superseded by epoch {found}: another front end has attached (this one had {self._epoch})"
+                f"superseded by epoch {found & ~_FENCE}: another front end has attached (this one had {self._epoch})"
             )
 
     def renew_lease(self) -> None:

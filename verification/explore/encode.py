@@ -53,12 +53,15 @@ def _errors(scope: Scope, index: int) -> int:
 
 def encode(scope: Scope) -> bytes:
     """Raises ValueError for a program that submits a request twice, not at all, or from another ring, and for several
-    attaches of a ring with unordered words: the state keeps where one predecessor stood, not where each did.
+    attaches of a ring with unordered words: the state keeps where one predecessor stood, not where each did; also for
+    an attach beside a living front end with unordered words, since that one's operations are delivered whole.
     """
     for ring, program in enumerate(scope.programs):
         attaches = sum(isinstance(op, Attach) for op in program)
         if scope.unordered and attaches > 1:
             raise ValueError(f"scope {scope.name}: unordered words and {attaches} attaches of ring {ring}; at most 1")
+        if scope.unordered and any(isinstance(op, Attach) and op.beside for op in program):
+            raise ValueError(f"scope {scope.name}: unordered words and an attach beside a living front end")
     words = array("q", [int(scope.outcomes), int(scope.unordered), int(scope.consume_all), scope.tick_us, scope.ticks])
     words.extend([sum(1 << r for r in scope.may_die), int(scope.host), int(scope.plant), len(scope.requests)])
     generation, after = _generations(scope)
@@ -80,7 +83,7 @@ def encode(scope: Scope) -> bytes:
         words.append(len(program))
         for op in program:
             if isinstance(op, Attach):
-                words.extend([_ATTACH, op.epoch, 0])
+                words.extend([_ATTACH, op.epoch, int(op.beside)])
             else:
                 words.extend([_SUBMIT if isinstance(op, Submit) else _CANCEL, op.request, int(op.optional)])
     return words.tobytes()

@@ -29,6 +29,7 @@ class Host(IntEnum):
     NOTHING = 0
     DRAIN = 1
     STOP = 2
+    DRAIN_THEN_STOP = 3  # the stop once it has asked to drain, whether that has come to its end or not
 
 
 class Plant(IntEnum):
@@ -45,6 +46,8 @@ class Plant(IntEnum):
     BLIND = 8
     READS_AGAIN = 9
     DEAF = 10
+    NEVER_STOPS = 11
+    ATTACH_ONCE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """From any moment before it the front end may die; its successor then attaches with this epoch."""
+    """From any moment before it the front end may die; its successor then attaches with this epoch.
+
+    beside: the successor may also come while the front end lives, which goes on with the operations before this one
+    until it finds another epoch than its own.
+    """
 
     epoch: int
+    beside: bool = False
 
 
 Operation = Submit | Cancel | Attach

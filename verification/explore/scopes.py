@@ -135,6 +135,34 @@ DRAIN = Scope(
     claims=("drained", "cancel in step", "quarantine", "slot reuse", *_STALL),
 )
 
+DRAIN_THEN_STOP = Scope(
+    name="drain-then-stop",
+    about="The host drains the engine at any moment and stops it at any later one, drained or not; steps may fail.",
+    config={"pages": 5, "cq_entries": 8},
+    requests=(Request(3, 2, slot=0), Request(2, 2, slot=1), Request(1, 1, slot=0)),
+    programs=((Submit(0), Submit(1), Cancel(1), Submit(2)),),
+    host=Host.DRAIN_THEN_STOP,
+    outcomes=Outcome.OK | Outcome.STEP_FAILED,
+    claims=("drained", "stopped while draining", "stopped after draining", "step failed", "cancel in step", *_STALL),
+)
+
+SUPERSEDED = Scope(
+    name="superseded-front-end",
+    about="A successor attaches while the front end lives, reads and writes, or after its death at any word.",
+    config={"pages": 5, "cq_entries": 8},
+    requests=(Request(3, 2, slot=0), Request(2, 2, slot=1), Request(2, 3, slot=0)),
+    programs=((Submit(0), Cancel(0), Submit(1), Attach(2, beside=True), Submit(2), Cancel(2)),),
+    claims=(
+        "two front ends at work",
+        "entry written beside an attach",
+        "page reuse",
+        "quarantine",
+        "cancel in step",
+        "length reached",
+        *_EPOCH,
+    ),
+)
+
 EPOCH_BESIDE = Scope(
     name="epoch-change-beside-another-ring",
     about="One ring's front end dies at any word, twice, while the other's request goes on.",
@@ -216,6 +244,8 @@ SCOPES: tuple[Scope, ...] = (
     CLASSES,
     STOP,
     DRAIN,
+    DRAIN_THEN_STOP,
+    SUPERSEDED,
     EPOCH_BESIDE,
     LEASE_TWO_RINGS,
     TWO_RINGS_CANCELS,

@@ -11,7 +11,8 @@ from verification.explore.scope import Cancel, Outcome, Scope, Submit
 if TYPE_CHECKING:
     from verification.explore.run import Search
 
-POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW = range(10)
+POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW, SUPERSEDE = range(11)
+ELDER = 1 << 15  # of a detail: the move is that of a front end beside which its successor attaches
 _PARTS = ("payload", "descriptor, first line", "descriptor, rest", "entry")
 
 
@@ -60,20 +61,26 @@ def _action(scope: Scope, action: int, ring: int, detail: int, before: list[int]
     if action == TICK:
         return f"clock goes on by {scope.tick_us} us"
     if action == HOST:
-        return f"host asks to {scope.host.name.lower()}"
+        return f"host asks to {'stop' if detail else 'drain'}"
     if action == CRASH:
         return f"{front} dies"
+    if action == SUPERSEDE:
+        return f"{front} gets a successor and lives on"
+    if detail & ELDER:
+        front = f"superseded {front}"
     if action == CONSUME:
         return f"{front} reads {'events' if scope.consume_all else 'an event'}"
     if action == CREDIT:
         return f"{front}'s head is delivered"
     if action == RENEW:
         return f"{front}'s lease is renewed"
-    op = scope.programs[ring][before[ring]]
+    number = detail & ~ELDER if detail & ELDER else before[ring]
+    op = scope.programs[ring][number]
     if action == SKIP:
-        return f"{front} does without operation {before[ring]}"
+        return f"{front} does without operation {number}"
     if isinstance(op, Submit):
-        return f"NIC delivers {_PARTS[detail]} of request {op.request}"
+        part = "all" if detail & ELDER else _PARTS[detail]
+        return f"NIC delivers {part} of request {op.request}"
     if isinstance(op, Cancel):
         return f"NIC delivers the cancel of request {op.request}"
     return f"NIC delivers a word of {front}'s attach ({op.epoch})"

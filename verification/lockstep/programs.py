@@ -155,7 +155,7 @@ class Runner:
             stop_ids=stop,
             tag=self.d.machine.arrivals,
             top_k=extra // 16,
-            min_p=0.5 if extra & 32 else 0.0,
+            min_p=(0.0, 0.5, 0.0, 1.0)[extra // 32 % 4],
             min_tokens=min(max_tokens, (0, 0, 0, 2)[x[6] // 8 % 4]),
             n_bias=n_bias,
             logprobs=logprobs,

@@ -174,9 +174,25 @@ class Canonical {
     for (uint32_t p = 0; p < PRIORITIES; ++p) put_all(s.deficit[p], s.wait_head[p], s.wait_tail[p]);
     for (uint32_t i = 0; i < k.sq_entries; ++i) put_long(entry(m, s, f, i));
     put_all(f.epoch, f.executed, f.sq_tail, f.op, f.part, f.dead, f.crashed);
+    const FrontEnd& e = w_.now.env->elders[r];
+    put(e.lives);
+    if (e.lives) {  // reads and writes as the front end that the ring follows
+      put_all(e.executed, e.sq_tail, e.op);
+      unread(s, m, e);
+    }
+    if (has_attach(f, true)) {
+      // A head that is written behind the successor's clearing stands when indices start over: here they are absolute.
+      put_long(e.lives ? e.consumed : f.crashed ? 0 : f.consumed);
+      put_long((f.crashed ? f.part > k.sq_entries : f.epoch != s.epoch) ? m.front_end->cq_head : 0);
+    }
     if (w_.scope().unordered) put_all(f.crash_op, f.crash_part);
     if (f.dead) return;
     if (f.epoch != s.epoch || f.crashed) return;  // has read nothing, or reads no more
+    unread(s, m, f);
+  }
+
+  void unread(const RingState& s, const RingMemory& m, const FrontEnd& f) {
+    const Config& k = w_.config();
     put_long(f.consumed - s.cq_head);
     const bool again = w_.scope().plant == PLANT_READS_AGAIN;
     const uint64_t unread = again ? m.front_end->cq_head : f.consumed;
@@ -189,15 +205,15 @@ class Canonical {
 
   // Entries behind the scheduler's index are never read again, unless a new epoch starts it over.
   uint64_t entry(const RingMemory& m, const RingState& s, const FrontEnd& f, uint32_t i) const {
-    if (has_attach(f)) return m.sq[i];
+    if (has_attach(f, false)) return m.sq[i];
     const uint32_t n = w_.config().sq_entries;
     const uint64_t index = s.sq_next + ((i - s.sq_next) & (n - 1));
     return (m.sq[i] & ((1u << SEQ_BITS) - 1)) == sequence_number(index) ? m.sq[i] : 0;
   }
-  bool has_attach(const FrontEnd& f) const {
+  bool has_attach(const FrontEnd& f, bool beside) const {
     const std::vector<Op>& ops = w_.scope().programs[&f - w_.now.env->front_ends];
     for (size_t i = f.op; i < ops.size(); ++i) {
-      if (ops[i].kind == OpKind::ATTACH) return true;
+      if (ops[i].kind == OpKind::ATTACH && (!beside || ops[i].optional)) return true;
     }
     return f.epoch != w_.now.c.rings[&f - w_.now.env->front_ends].epoch;
   }

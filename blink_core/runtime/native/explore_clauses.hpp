@@ -24,7 +24,7 @@ class Clauses : public Recount {
     in_flight();
     if (w_.config().prefix_cache != 0) cache();
     service_order();
-    life_of_engine();
+    life_of_engine(action);
     times(action);
     if (action == BOUNDARY) reservation();
     if (w_.launched && action == BOUNDARY) plan();
@@ -74,9 +74,10 @@ class Clauses : public Recount {
       for (; at < rs.cq_tail; ++at) event(r, rs, at);
       const uint64_t full = rs.cq_tail - rs.cq_head + rs.planned + rs.live;
       expect(full <= config().cq_entries, "P3", "credits exceeded: ring, events with those reserved", r, full);
-      const FrontEnd& f = env().front_ends[r];
-      if (f.epoch == rs.epoch && !f.dead && !f.crashed) {
-        expect(rs.cq_tail - f.consumed <= config().cq_entries, "R4", "an unread event is overwritten: ring", r);
+      const FrontEnd &f = env().front_ends[r], &e = env().elders[r];
+      const FrontEnd& reader = e.lives ? e : f;
+      if (reader.epoch == rs.epoch && !f.dead && (e.lives || !f.crashed)) {
+        expect(rs.cq_tail - reader.consumed <= config().cq_entries, "R4", "an unread event is overwritten: ring", r);
       }
       if (now().ring(r).gpu->cq_tail != was().ring(r).gpu->cq_tail) {
         expect(now().ring(r).gpu->cq_tail == rs.cq_published, "R9", "published tail of ring", r);
@@ -87,6 +88,7 @@ class Clauses : public Recount {
   void event(uint32_t r, const RingState& rs, uint64_t at) {
     const Event& e = now().ring(r).cq[at & (config().cq_entries - 1)];
     expect(e.seq == at + 1, "R9", "event and its sequence number", at, e.seq);
+    if (w_.fenced(r)) return;  // nobody reads it
     const int32_t id = w_.find(r, e.slot, e.generation, rs.epoch);
     if (id < 0) fail("R1", "ring " + str(r) + ": event for slot " + str(e.slot) + " generation " + str(e.generation) +
                                ", which nobody submitted in epoch " + str(rs.epoch));
@@ -131,6 +133,12 @@ class Clauses : public Recount {
         saw(S_TORN_REFUSED);
         return expect(before.retries > 0 && clock - before.retry_at >= config().visibility_us, "R8",
                       "a torn entry is refused before its time: ring", r);
+      case ErrorReason::DRAINING: {
+        const Request& q = was().requests[was().request_index(r, e.slot)];
+        const bool lived = q.state != uint32_t(RequestState::FREE) && q.generation == e.generation;
+        expect(!lived || now().control->stop_request != 0, "L6", "a drain ends an accepted request: slot", e.slot);
+        return expect(now().head->state != uint32_t(EngineState::READY), "L6", "DRAINING from one that is ready: slot", e.slot);
+      }
       case ErrorReason::NAN_LOGITS: return saw(S_NAN);
       case ErrorReason::MODEL_ERROR: return saw(S_STEP_FAILED);
       default: return;
@@ -234,6 +242,7 @@ class Clauses : public Recount {
           continue;
         }
         ++of_ring;
+        if (w_.fenced(r)) continue;  // taken from a predecessor that was shut out: dropped with the epoch that follows
         const int32_t id = w_.find(request, q.generation);
         if (id < 0) fail("R6", str("request", request) + " has generation " + str(q.generation) + " of nobody");
         const Watch& watch = env().watch[id];
@@ -304,9 +313,21 @@ class Clauses : public Recount {
   }
 
   // L6, L7.
-  void life_of_engine() {
+  void life_of_engine(Action action) {
     const Context& c = now();
-    const auto state = EngineState(c.head->state);
+    const auto state = EngineState(c.head->state), before = EngineState(was().head->state);
+    expect(uint32_t(state) >= uint32_t(before), "L6", "the engine went back, from and to", uint32_t(before), uint32_t(state));
+    for (uint32_t r = 0; r < config().rings; ++r) {
+      expect(c.ring(r).gpu->state == uint64_t(state), "L6", "state that a ring shows", c.ring(r).gpu->state, uint32_t(state));
+    }
+    if (action == BOUNDARY) {
+      const bool stops = c.control->stop_request != 0;
+      expect(!stops || state == EngineState::STOPPED, "L7", "asked to stop, and goes on in state", uint32_t(state));
+      expect(c.control->drain_request == 0 || state != EngineState::READY, "L6", "asked to drain, and goes on");
+      expect(state != EngineState::DRAINING || c.head->live > 0, "L6", "nothing lives and it is not drained");
+    }
+    if (state == EngineState::STOPPED && before == EngineState::DRAINED) saw(S_STOPPED_DRAINED);
+    if (state == EngineState::STOPPED && before == EngineState::DRAINING && was().head->live > 0) saw(S_STOPPED_DRAINING);
     if (state == EngineState::DRAINED || state == EngineState::STOPPED) {
       expect(c.head->live == 0, "L6", "requests live in an engine that is drained or stopped", c.head->live);
       expect(c.head->in_flight == 0, "L7", "a step runs in an engine that is drained or stopped");
@@ -405,7 +426,10 @@ class Clauses : public Recount {
   void look_at_ring(uint32_t r, Label label) {
     const RingState &x = now().rings[r], &y = was().rings[r];
     const FrontEnd& f = env().front_ends[r];
-    if ((f.dead || f.crashed) && x.live > 0) saw(S_FRONT_END_DIED);
+    const FrontEnd& elder = env().elders[r];
+    if ((f.dead || f.crashed) && !elder.lives && x.live > 0 && !w_.fenced(r)) saw(S_FRONT_END_DIED);
+    if (elder.lives && f.part > 0 && x.live > 0) saw(S_TWO_FRONT_ENDS);
+    if (elder.lives && elder.wrote) saw(S_ELDER_WROTE);
     if (x.cq_tail > config().cq_entries) saw(S_CQ_WRAP);
     if (x.sq_next > config().sq_entries) saw(S_SQ_WRAP);
     if (x.stale_cancels > y.stale_cancels) saw(S_CANCEL_STALE);

@@ -18,7 +18,11 @@ inline constexpr uint32_t TARGET_BITS = 27, MAX_STATES = (1u << TARGET_BITS) - 1
 enum FairClass : uint32_t { F_POLL, F_BOUNDARY, F_TICK, F_RING, F_UNFAIR = 31 };
 inline uint32_t fair_class(Label label, bool endless_clock) {
   const uint32_t r = explore::ring_of(label);
-  switch (action_of(label)) {
+  // A successor waits for nothing that its predecessor does.
+  const Action action = action_of(label);
+  const bool front_end_moves = action == DELIVER || action == SKIP || action == CONSUME || action == CREDIT;
+  if (front_end_moves && (detail_of(label) & ELDER) != 0) return F_UNFAIR;
+  switch (action) {
     case POLL: return F_POLL;
     case BOUNDARY: return F_BOUNDARY;
     case TICK: return endless_clock ? uint32_t(F_TICK) : uint32_t(F_UNFAIR);

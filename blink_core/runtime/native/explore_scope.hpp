@@ -18,7 +18,7 @@ enum Outcome : uint32_t { OK, EOS, NAN_ROW, NO_TOKEN_ROW, BAD_ID, STEP_FAILED };
 
 enum class OpKind : uint32_t { SUBMIT = 1, CANCEL, ATTACH };
 
-enum Host : uint32_t { HOST_NONE, HOST_DRAIN, HOST_STOP };
+enum Host : uint32_t { HOST_NONE, HOST_DRAIN, HOST_STOP, HOST_DRAIN_THEN_STOP };
 
 // Faults of the environment or of the explorer itself: each must give a counterexample, or the explorer is broken.
 enum Plant : uint32_t {
@@ -33,13 +33,15 @@ enum Plant : uint32_t {
   PLANT_BLIND,           // the canonical form forgets for how long rows have been paused
   PLANT_READS_AGAIN,     // a front end goes back to the events that it has not told of, for ever
   PLANT_DEAF,            // cancels are taken and nobody ends
-  PLANT_LAST = PLANT_DEAF
+  PLANT_NEVER_STOPS,     // an engine that drains or is drained does not look for a stop
+  PLANT_ATTACH_ONCE,     // a successor clears the ring and writes its epoch, without the word that shuts others out first
+  PLANT_LAST = PLANT_ATTACH_ONCE
 };
 
 struct Op {
   OpKind kind;
   uint32_t arg;  // SUBMIT, CANCEL: request; ATTACH: epoch
-  bool optional;
+  bool optional;  // ATTACH: its predecessor may live on
 };
 
 struct ProgramRequest {
@@ -67,7 +69,7 @@ struct Scope {
     tick_us = below(1u << 30, "tick_us");
     ticks = next();
     may_die = uint32_t(below(1u << MAX_RINGS, "may_die"));
-    host = uint32_t(below(3, "host"));
+    host = uint32_t(below(4, "host"));
     plant = uint32_t(below(PLANT_LAST + 1, "plant"));
     requests.resize(below(MAX_REQUESTS + 1, "requests"));
     for (ProgramRequest& q : requests) read_request(c, q);
@@ -152,7 +154,8 @@ struct FrontEnd {
   uint8_t dead;       // writes and reads no more
   uint8_t crashed;    // 1: its successor attaches
   uint8_t crash_op, crash_part;  // where its predecessor stood
-  uint8_t pad[2];
+  uint8_t lives;      // of a predecessor: it goes on beside its successor, until it finds the successor's epoch
+  uint8_t wrote;      // ... and it has written an entry since the successor began
 };
 
 // What was seen of one request of the program.
@@ -177,6 +180,7 @@ struct Env {
   int64_t ticks;
   uint32_t n_flight, pad;
   FrontEnd front_ends[MAX_RINGS];
+  FrontEnd elders[MAX_RINGS];  // predecessors that live beside their successors
   Watch watch[MAX_REQUESTS];
   Flight flight[MAX_ROWS];
 };
@@ -193,7 +197,8 @@ enum Situation : uint32_t {
   S_PREFIX_HIT, S_PAGE_SHARED, S_EVICTION, S_TORN, S_TORN_ACCEPTED, S_TORN_REFUSED, S_LEASE_LOST, S_DEADLINE,
   S_END_OF_SEQUENCE, S_LENGTH, S_NAN, S_STEP_FAILED, S_CHUNKED_PREFILL, S_MIXED_STEP, S_RINGS_IN_STEP, S_RESUMED,
   S_DRAINED, S_STOPPED, S_CQ_WRAP, S_SQ_WRAP, S_ROWS_EXHAUSTED,
-  S_PAUSED_GAVE_WAY, S_FRONT_END_DIED, S_CLASSES, S_COUNT
+  S_PAUSED_GAVE_WAY, S_FRONT_END_DIED, S_CLASSES, S_STOPPED_DRAINING, S_STOPPED_DRAINED, S_TWO_FRONT_ENDS,
+  S_ELDER_WROTE, S_COUNT
 };
 inline constexpr const char* SITUATIONS[S_COUNT] = {
     "preemption", "pool exhausted", "page reuse", "quarantine", "cancel in step", "cancel while waiting",
@@ -203,6 +208,7 @@ inline constexpr const char* SITUATIONS[S_COUNT] = {
     "NaN row", "step failed", "chunked prefill", "decode and prefill in a step", "rings in a step",
     "resumed after preemption", "drained", "stopped", "completion queue wraps", "submission queue wraps",
     "rows exhausted", "paused row gave way",
-    "front end died at work", "urgent class overtook"};
+    "front end died at work", "urgent class overtook", "stopped while draining", "stopped after draining",
+    "two front ends at work", "entry written beside an attach"};
 
 }  // namespace blink::explore

@@ -2,11 +2,11 @@
 // one, called as the engine's loop calls it; front ends, NIC, clock, host and model are modelled.
 #pragma once
 
-#include "explore_scope.hpp"
+#include "explore_block.hpp"
 
 namespace blink::explore {
 
-enum Action : uint32_t { POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW, ACTIONS };
+enum Action : uint32_t { POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW, SUPERSEDE, ACTIONS };
 
 // A transition: action in the low byte, ring above it, detail (outcome vector, part) in the upper half.
 using Label = uint32_t;
@@ -16,46 +16,15 @@ constexpr Label label_of(Action action, uint32_t ring = 0, uint32_t detail = 0) 
 constexpr Action action_of(Label l) { return Action(l & 255); }
 constexpr uint32_t ring_of(Label l) { return l >> 8 & 255; }
 constexpr uint32_t detail_of(Label l) { return l >> 16; }
+inline constexpr uint32_t ELDER = 1u << 15;  // of a detail: the move is the predecessor's, its operation below
+
+// Epoch word of a successor that clears the ring: nobody's epoch, so that whoever was there finds itself superseded.
+inline constexpr uint64_t FENCE = uint64_t(1) << 31;
 
 inline constexpr int64_t POISON = INT64_MIN;
 
 // R3, as a front end counts.
 constexpr uint64_t sequence_number(uint64_t index) { return index % ((uint64_t(1) << SEQ_BITS) - 1) + 1; }
-
-// Offsets of the block's parts.
-struct BlockLayout {
-  uint64_t state, plan, log, kv, env, nbytes, rings, ring_stride;
-  explicit BlockLayout(const Config& c) {
-    rings = control_layout(c).nbytes;
-    ring_stride = ring_layout(c).nbytes;
-    state = rings + c.rings * ring_stride;
-    plan = state + state_layout(c).nbytes;
-    log = plan + plan_layout(c).nbytes;
-    kv = log + log_layout(c).nbytes;
-    env = align_section(kv + uint64_t(c.pages) * c.page_size * 8);
-    nbytes = align_section(env + sizeof(Env));
-  }
-};
-
-// A block with pointers into it.
-struct Block {
-  std::vector<uint64_t> words;
-  Context c;
-  int64_t* kv;
-  Env* env;
-
-  Block(const Config& config, const BlockLayout& l) : words(l.nbytes / 8, 0) {
-    uint8_t* base = bytes();
-    *reinterpret_cast<Config*>(base + control_layout(config).config) = config;
-    adopt_config(base, base + l.state);
-    c = make_context(base, base + l.state, base + l.log, base + l.plan);
-    kv = reinterpret_cast<int64_t*>(base + l.kv);
-    env = reinterpret_cast<Env*>(base + l.env);
-  }
-  Block(const Block&) = delete;
-  uint8_t* bytes() { return reinterpret_cast<uint8_t*>(words.data()); }
-  void copy(const Block& from) { std::memcpy(words.data(), from.words.data(), words.size() * 8); }
-};
 
 class World {
  public:
@@ -87,8 +56,14 @@ class World {
         for (uint32_t i = 0; i < n; ++i) out.push_back(label_of(BOUNDARY, 0, i));
       }
       if (scope_.ticks != 0 && now.env->ticks != 0) out.push_back(label_of(TICK));
-      if (scope_.host == HOST_DRAIN && now.c.control->drain_request == 0) out.push_back(label_of(HOST));
-      if (scope_.host == HOST_STOP && now.c.control->stop_request == 0) out.push_back(label_of(HOST));
+      const ControlLine& asked = *now.c.control;
+      const bool drains = scope_.host == HOST_DRAIN || scope_.host == HOST_DRAIN_THEN_STOP;
+      const bool stops = scope_.host == HOST_STOP || scope_.host == HOST_DRAIN_THEN_STOP;
+      if (drains && asked.drain_request == 0) {
+        out.push_back(label_of(HOST));
+      } else if (stops && asked.stop_request == 0) {
+        out.push_back(label_of(HOST, 0, 1));
+      }
     }
     for (uint32_t r = 0; r < config_.rings; ++r) front_end_moves(r, out);
   }
@@ -111,13 +86,15 @@ class World {
         return;
       case HOST: {
         ControlLine& line = *now.c.control;
-        return store_release(scope_.host == HOST_DRAIN ? &line.drain_request : &line.stop_request, 1);
+        return store_release(detail_of(label) == 0 ? &line.drain_request : &line.stop_request, 1);
       }
       case CRASH: return crash(r);
-      case DELIVER: return deliver(r, detail_of(label));
-      case SKIP: ++front_end(r).op; return;
-      case CONSUME: return consume(r);
-      case CREDIT: return store_release(&now.c.ring(r).front_end->cq_head, front_end(r).consumed);
+      case SUPERSEDE: return supersede(r);
+      case DELIVER:
+        return (detail_of(label) & ELDER) != 0 ? deliver_elder(r) : deliver(r, front_end(r), detail_of(label));
+      case SKIP: ++mover(label).op; return;
+      case CONSUME: return consume(r, mover(label));
+      case CREDIT: return store_release(&now.c.ring(r).front_end->cq_head, mover(label).consumed);
       case RENEW: {
         uint64_t& lease = now.c.ring(r).front_end->lease;
         return store_release(&lease, lease + 1);
@@ -150,6 +127,9 @@ class World {
     return owner << 48 | int64_t(position) << 32 | uint32_t(token);
   }
 
+  // Whether the ring follows the word of a successor that has not attached yet: its requests are nobody's.
+  bool fenced(uint32_t r) const { return (now.c.rings[r].epoch & FENCE) != 0; }
+
   const Config& config() const { return config_; }
   const Scope& scope() const { return scope_; }
   bool launched = false;        // the last transition was a boundary that launched a step
@@ -178,6 +158,9 @@ class World {
 
  private:
   FrontEnd& front_end(uint32_t r) { return now.env->front_ends[r]; }
+  FrontEnd& mover(Label label) {
+    return ((detail_of(label) & ELDER) != 0 ? now.env->elders : now.env->front_ends)[ring_of(label)];
+  }
   uint32_t row_outcomes() const { return uint32_t(__builtin_popcount(scope_.outcomes & ((1u << STEP_FAILED) - 1))); }
 
   bool was_cancelled() const {
@@ -195,9 +178,15 @@ class World {
     const bool at_end = f.op >= ops.size();
     const bool attaching = !at_end && ops[f.op].kind == OpKind::ATTACH;
     const bool acknowledged = now.c.ring(r).gpu->epoch_ack == f.epoch;
-    bool successor = false;
-    for (size_t i = f.op + (f.crashed ? 1 : 0); i < ops.size(); ++i) successor |= ops[i].kind == OpKind::ATTACH;
+    bool successor = false, beside = false;
+    for (size_t i = f.op + (f.crashed ? 1 : 0); i < ops.size(); ++i) {
+      if (ops[i].kind != OpKind::ATTACH) continue;
+      if (!successor) beside = ops[i].optional;
+      successor = true;
+    }
     if (successor || (scope_.may_die >> r & 1) != 0) out.push_back(label_of(CRASH, r));
+    if (beside && !f.crashed && f.part == 0 && acknowledged) out.push_back(label_of(SUPERSEDE, r));
+    if (now.env->elders[r].lives) elder_moves(r, out);
     if (!f.crashed && acknowledged) {
       if (f.consumed < now.c.ring(r).gpu->cq_tail) out.push_back(label_of(CONSUME, r));
       if (now.c.ring(r).front_end->cq_head != f.consumed) out.push_back(label_of(CREDIT, r));
@@ -207,20 +196,37 @@ class World {
     }
     if (at_end || (attaching ? !f.crashed : !acknowledged)) return;
     const Op& op = ops[f.op];
-    if (op.optional && f.part == 0) out.push_back(label_of(SKIP, r));
     if (op.kind == OpKind::ATTACH) return out.push_back(label_of(DELIVER, r));
-    const ProgramRequest& q = scope_.requests[op.arg];
-    const bool reused = scope_.plant == PLANT_EARLY_REUSE || q.after < 0 || now.env->watch[q.after].seen != 0;
-    const bool space = f.sq_tail - now.c.ring(r).gpu->sq_head < config_.sq_entries;
+    if (op.optional && f.part == 0) out.push_back(label_of(SKIP, r));
+    const bool ready = may_publish(r, f, op);
     if (op.kind == OpKind::CANCEL) {
-      if (space) out.push_back(label_of(DELIVER, r));
+      if (ready) out.push_back(label_of(DELIVER, r));
       return;
     }
-    if (f.part == 0 && !(reused && space)) return;
+    if (f.part == 0 && !ready) return;
     if (!scope_.unordered) return out.push_back(label_of(DELIVER, r, next_part(f.part)));
     for (uint32_t part = 0; part < 4; ++part) {
       if ((f.part >> part & 1) == 0) out.push_back(label_of(DELIVER, r, part));
     }
+  }
+
+  // Room for the entry, and for a submission a slot whose last request has ended.
+  bool may_publish(uint32_t r, const FrontEnd& f, const Op& op) const {
+    const ProgramRequest& q = scope_.requests[op.arg];
+    const bool reused = scope_.plant == PLANT_EARLY_REUSE || q.after < 0 || now.env->watch[q.after].seen != 0;
+    const bool space = f.sq_tail - now.c.ring(r).gpu->sq_head < config_.sq_entries;
+    return space && (reused || op.kind == OpKind::CANCEL);
+  }
+
+  // A predecessor that lives: it has not found another epoch yet, for each of its operations looks first.
+  void elder_moves(uint32_t r, std::vector<Label>& out) const {
+    const FrontEnd& e = now.env->elders[r];
+    if (e.consumed < now.c.ring(r).gpu->cq_tail) out.push_back(label_of(CONSUME, r, ELDER));
+    if (now.c.ring(r).front_end->cq_head != e.consumed) out.push_back(label_of(CREDIT, r, ELDER));
+    const Op& op = scope_.programs[r][e.op];
+    if (op.kind == OpKind::ATTACH) return;
+    if (op.optional) out.push_back(label_of(SKIP, r, ELDER | e.op));
+    if (may_publish(r, e, op)) out.push_back(label_of(DELIVER, r, ELDER | e.op));
   }
 
   uint32_t next_part(uint8_t delivered) const {
@@ -228,8 +234,7 @@ class World {
     return (scope_.plant == PLANT_ENTRY_FIRST ? early : in_order)[__builtin_popcount(delivered)];
   }
 
-  void publish(uint32_t r, ::blink::Op op, uint32_t id) {
-    FrontEnd& f = front_end(r);
+  void publish(uint32_t r, FrontEnd& f, ::blink::Op op, uint32_t id) {
     const ProgramRequest& q = scope_.requests[id];
     const uint64_t word = sequence_number(f.sq_tail) << SQ_SEQ_SHIFT | uint64_t(op) << SQ_OP_SHIFT |
                           uint64_t(q.slot) << SQ_SLOT_SHIFT | uint64_t(q.generation) << SQ_GENERATION_SHIFT;
@@ -244,13 +249,12 @@ class World {
   }
 
   // The NIC delivers one write of the front end: payload, a part of a descriptor, or an aligned word.
-  void deliver(uint32_t r, uint32_t part) {
-    FrontEnd& f = front_end(r);
+  void deliver(uint32_t r, FrontEnd& f, uint32_t part) {
     const Op& op = scope_.programs[r][f.op];
     const RingMemory m = now.c.ring(r);
-    if (op.kind == OpKind::ATTACH) return deliver_attach(r, f, m, op.arg);
+    if (op.kind == OpKind::ATTACH) return deliver_attach(f, m, now.env->elders[r], op.arg);
     if (op.kind == OpKind::CANCEL) {
-      publish(r, ::blink::Op::CANCEL, op.arg);
+      publish(r, f, ::blink::Op::CANCEL, op.arg);
       return done(f);
     }
     const ProgramRequest& q = scope_.requests[op.arg];
@@ -260,7 +264,7 @@ class World {
     if (part == 0) {
       std::memcpy(m.arena + q.descriptor.prompt_offset, q.payload.data(), q.payload.size() * sizeof(int32_t));
     } else if (part == 3) {
-      publish(r, ::blink::Op::SUBMIT, op.arg);
+      publish(r, f, ::blink::Op::SUBMIT, op.arg);
     } else if (part == 1) {
       std::memcpy(slot, from, line);
     } else {
@@ -270,22 +274,34 @@ class World {
     if (f.part == 15) done(f);
   }
 
-  // Words of an attach, in the order of blink_core/frontend/ring_client.py: queue, head, lease, epoch.
-  void deliver_attach(uint32_t r, FrontEnd& f, const RingMemory& m, uint32_t epoch) {
-    const uint32_t n = config_.sq_entries;
-    if (f.part < n) {
-      store_release(&m.sq[f.part++], 0);
-    } else if (f.part == n) {
-      store_release(&m.front_end->cq_head, 0), ++f.part;
-    } else if (f.part == n + 1) {
+  // All words of one operation, for nobody looks at the epoch between them (RingClient.check_epoch).
+  void deliver_elder(uint32_t r) {
+    FrontEnd& e = now.env->elders[r];
+    const uint8_t op = e.op;
+    for (uint32_t part = 0; part < 4 && e.op == op; ++part) deliver(r, e, part);
+    if (front_end(r).part != 0) e.wrote = 1;
+  }
+
+  // Words of an attach, in the order of blink_core/frontend/ring_client.py: queue and head, so that nothing old is taken
+  // under the fence; the fence; queue and head again, for what a predecessor wrote meanwhile; lease, epoch.
+  void deliver_attach(FrontEnd& f, const RingMemory& m, FrontEnd& elder, uint32_t epoch) {
+    const uint32_t n = config_.sq_entries, cleared = n + 1, again = 2 * cleared + 1;
+    if (scope_.plant == PLANT_ATTACH_ONCE && f.part == cleared) f.part = uint8_t(again);
+    if (f.part < cleared || (f.part > cleared && f.part < again)) {
+      const uint32_t at = f.part % (cleared + 1);
+      store_release(at < n ? &m.sq[at] : &m.front_end->cq_head, 0), ++f.part;
+    } else if (f.part == cleared) {
+      store_release(&m.front_end->epoch, epoch | FENCE), ++f.part;
+      elder.lives = 0;
+    } else if (f.part == again) {
       store_release(&m.front_end->lease, m.front_end->lease + 1), ++f.part;
     } else {
       store_release(&m.front_end->epoch, epoch);
+      elder.lives = 0;
       f.epoch = epoch;
       f.consumed = f.sq_tail = f.crashed = 0;
       done(f);
     }
-    (void)r;
   }
 
   static void done(FrontEnd& f) {
@@ -304,8 +320,16 @@ class World {
     (f.op < ops.size() ? f.crashed : f.dead) = 1;
   }
 
-  void consume(uint32_t r) {
+  // A successor begins to attach beside a front end that lives and goes on.
+  void supersede(uint32_t r) {
     FrontEnd& f = front_end(r);
+    now.env->elders[r] = f;
+    now.env->elders[r].lives = 1;
+    while (scope_.programs[r][f.op].kind != OpKind::ATTACH) ++f.op;
+    f.crashed = 1;
+  }
+
+  void consume(uint32_t r, FrontEnd& f) {
     const RingMemory m = now.c.ring(r);
     if (scope_.plant == PLANT_READS_AGAIN && f.consumed > m.front_end->cq_head) {
       f.consumed = m.front_end->cq_head;
@@ -329,7 +353,11 @@ class World {
   void boundary(uint32_t detail) {
     if (now.c.head->in_flight != 0) complete(detail);
     SoloGroup group(scratch_);
+    uint64_t& stop = now.c.control->stop_request;
+    const uint64_t asked = stop;
+    if (scope_.plant == PLANT_NEVER_STOPS && now.c.head->state != uint32_t(EngineState::READY)) stop = 0;
     launched = step_boundary(now.c, group, now.env->now);
+    stop = asked;
     if (now.c.head->state == uint32_t(EngineState::STOPPED)) publish_events(now.c);  // as the loop does at its end
     if (launched) launch();
     after_scheduler();

@@ -1,6 +1,7 @@
 // Runs the scheduler in its own thread, without the GIL; the model step is taken by another thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <sys/prctl.h>
 #include <thread>
+#include <vector>
 
 #include "scheduler.hpp"
 #include "thread_group.hpp"
@@ -65,6 +67,9 @@ class Scheduler {
   Scheduler(uint8_t* shared, uint8_t* state, uint8_t* log, uint8_t* plan, uint32_t group_size = 1)
       : context_(take_memory(shared, state, log, plan)), group_(scratch_), group_size_(group_size) {
     if (group_size < 1 || group_size > 256) throw std::invalid_argument("group_size must be from 1 to 256");
+    if (group_size > 1) next_rows_.resize(std::min(context_.config->max_rows, STEADY_ROWS));
+    scratch_.next.row = next_rows_.data();
+    scratch_.next.room = uint32_t(next_rows_.size());
   }
   ~Scheduler() { join(); }
 
@@ -76,7 +81,10 @@ class Scheduler {
   }
   uint32_t poll(uint64_t now) {
     if (group_size_ == 1) return poll_rings(context_, group_, now);
-    return run_team(scratch_, group_size_, [&](auto& group) { return poll_rings(context_, group, now); });
+    return run_team(scratch_, group_size_, [&](auto& group) {
+      prepare_boundary(context_, group);  // as a resident group does: what happens now must not escape the boundary
+      return poll_rings(context_, group, now);
+    });
   }
   const Context& context() const { return context_; }
   // Boundaries that a group of several worked on together.
@@ -194,6 +202,7 @@ class Scheduler {
 
   Context context_;
   Scratch scratch_{};
+  std::vector<NextRow> next_rows_;  // of scratch_
   SoloGroup group_;
   uint32_t group_size_;
   std::thread thread_;

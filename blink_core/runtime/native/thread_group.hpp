@@ -37,6 +37,7 @@ class ThreadGroup {
   }
   bool any(bool value) const { return sum(value ? 1 : 0) != 0; }
   bool beats() const { return true; }
+  void stamp(Phase) const {}
   uint64_t peek(uint32_t, const uint64_t* word) const { return load_acquire(word); }
 
  private:

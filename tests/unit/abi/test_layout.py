@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from blink_core import _native
 from blink_core.abi import header
 from blink_core.abi.config import ConfigError, EngineConfig, fit_shared_memory, next_power_of_two
-from blink_core.abi.definition import REGIONS, Field, Struct
+from blink_core.abi.definition import REGIONS
 from blink_core.abi.dtypes import DTYPES
+from blink_core.abi.records import Field, Struct
 
 
 @st.composite

@@ -10,7 +10,18 @@ from blink_core import _native
 from verification.explore.encode import encode
 from verification.explore.run import MAX_BYTES, MAX_STATES, Search, explore, same_verdict
 from verification.explore.scope import Attach, Cancel, Host, Outcome, Plant, Request, Scope, Submit
-from verification.explore.scopes import DRAIN, EPOCH, SCOPES, STOP, TWO_REQUESTS, TWO_RINGS, named, of_profile
+from verification.explore.scopes import (
+    DRAIN,
+    DRAIN_THEN_STOP,
+    EPOCH,
+    SCOPES,
+    STOP,
+    SUPERSEDED,
+    TWO_REQUESTS,
+    TWO_RINGS,
+    named,
+    of_profile,
+)
 from verification.explore.witness import decode
 from verification.result import Verdict
 
@@ -39,7 +50,13 @@ PLANTED = (
     (PATIENT, Plant.BLIND, "reduction"),
     (TINY, Plant.READS_AGAIN, "liveness"),
     (TINY, Plant.DEAF, "R10"),
+    (DRAIN_THEN_STOP, Plant.NEVER_STOPS, "L7"),
+    (SUPERSEDED, Plant.ATTACH_ONCE, "L1"),
 )
+FIRST_MOVE = {
+    Plant.NEVER_STOPS: "host asks to drain",
+    Plant.ATTACH_ONCE: "front end gets a successor and lives on",
+}  # of the counterexample, where it is another than a submission's payload
 
 
 def test_every_plant_is_tried() -> None:
@@ -61,7 +78,7 @@ def test_planted_fault_is_found(scope: Scope, plant: Plant, clause: str) -> None
     assert len(search.records) == len(search.witness)  # the replay goes as far as the search went
     lines = list(decode(search))
     assert len(lines) == len(search.witness)
-    assert "NIC delivers payload of request 0" in lines[0]
+    assert FIRST_MOVE.get(plant, "NIC delivers payload of request 0") in lines[0]
 
 
 def test_deadlock_and_livelock_are_told_apart() -> None:
@@ -78,7 +95,7 @@ def test_counterexample_is_a_shortest() -> None:
     assert len(explore(TINY.planted(Plant.FREED_IN_STEP)).witness) == 8
 
 
-@pytest.mark.parametrize("scope", [TINY, REUSE, PRESSED, STOP, DRAIN], ids=lambda s: s.name)
+@pytest.mark.parametrize("scope", [TINY, REUSE, PRESSED, STOP, DRAIN, DRAIN_THEN_STOP], ids=lambda s: s.name)
 def test_same_with_and_without_symmetry(scope: Scope) -> None:
     """Catches: a renaming of pages or rows that hides states which behave differently; a search that is not the same
     twice."""
@@ -202,6 +219,8 @@ def test_scopes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="unordered words and 2 attaches of ring 0; at most 1"):
         encode(twice)
     assert encode(replace(twice, programs=((Attach(2),),)))
+    with pytest.raises(ValueError, match="unordered words and an attach beside a living front end"):
+        encode(replace(twice, programs=((Attach(2, beside=True),),)))
     config, words = TINY.engine().pack().tobytes(), encode(TINY)
     with pytest.raises(IndexError, match="ends too early"):
         _native.Explorer(config, words[:-8])
@@ -216,12 +235,23 @@ def test_scopes_that_cannot_be() -> None:
 def test_front_end_dies_while_it_attaches() -> None:
     """Catches: a death that is only tried of front ends at work: half an attach, or one that nobody acknowledged yet.
 
-    Counted by hand: 19 states without either (at work; 7 of an attach's words, its epoch not yet seen, and seen),
-    9 more of one that dies between two words, and 8 of one that dies before its epoch is seen.
+    Counted by hand. An attach has 13 words, of which the sixth is the fence: 6 states before the fence is there; 7 more
+    times 2, for the scheduler may follow the fence or not; attached and not seen, by a scheduler behind the fence or
+    before it; seen. That is 23. So without either death 1 at work and 2 x 23. One that dies before its fence is there
+    gives 23 more; behind it, with a scheduler that follows its fence or not, 2 x 6 + 7 + 1 more, for the next fence
+    makes the rest the same. One that dies before its epoch is seen: 2 x (6 + 7 + 1).
     """
     search = explore(replace(TINY, requests=(), programs=((Attach(2), Attach(3)),), claims=()))
     assert search.holds, search.message
-    assert search.figures["states"] == 19 + 9 + 8
+    assert search.figures["states"] == (1 + 2 * 23) + 23 + (2 * 6 + 7 + 1) + 2 * (6 + 7 + 1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "scope"), [(Plant.NEVER_STOPS, DRAIN_THEN_STOP), (Plant.ATTACH_ONCE, SUPERSEDED)], ids=lambda v: v.name
+)
+def test_only_this_scope_finds_it(plant: Plant, scope: Scope) -> None:
+    """Catches: a scope that shows nothing which smaller ones, or those without its move, do not show as well."""
+    assert {s.name for s in of_profile("smoke") if explore(s.planted(plant)).clause} == {scope.name}
 
 
 def test_progress_is_told() -> None:

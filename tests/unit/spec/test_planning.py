@@ -95,6 +95,27 @@ def test_without_prefix_cache_nothing_is_shared(cache: int, flags: int) -> None:
     assert (s.cache, s.hits, s.lookups) == ({}, 0, 0)
 
 
+def test_decodes_behind_a_row_keep_their_token_when_its_elders_give_way() -> None:
+    """Catches: P1 broken where the plan has become shorter while it is made: the decodes behind a row are looked for at
+    the place that it had before its elders were preempted, so that a prefill takes the token of one of them."""
+    s = Small(slots=6, max_rows=6, token_budget=6, page_size=8, paused_limit=1, cq_entries=64, prefix_cache=0)
+    for slot in (0, 1):
+        s.submit(slot, (1, 2, 3), flags=MASKED, mask_box=slot)  # paused at their last token, with a page each
+    for slot, length in ((2, 5), (3, 6)):
+        s.submit(slot, (1,) * length, 9)  # decodes that need another page at one and the same boundary
+    s.submit(4, (1, 2, 3), 20, priority=1)  # the decode behind the prefill
+    s.go()
+    s.run(4)
+    s.submit(5, (1,) * 20, 2)
+    s.go()
+    assert planned(s.tick()) == [(2, 1), (3, 1), (4, 1), (5, 3)]
+    assert [request.slot for request in s.running] == [0, 1, 2, 3, 5, 4]
+    assert [request.paused > 0 for request in s.running] == [True, True, False, False, False, False]
+    s.free.clear()  # all other pages are somebody's
+    assert planned(s.tick()) == [(2, 1), (3, 1), (5, 3), (4, 1)]
+    assert [request.slot for request in s.running] == [2, 3, 5, 4]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "index"),
     [
