@@ -50,13 +50,23 @@ def write(path: Path, run: RunContext, seed: int, subject: str, ran: Sequence[Ra
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def _files(folder: Path) -> list[Path]:
+    """Records under a folder; those of replays of earlier failures are left aside."""
+    return sorted(path for path in folder.rglob(FILE) if CORPUS not in path.relative_to(folder).parts)
+
+
+def holds_any(folder: Path) -> bool:
+    """Whether a run recorded any answers, be it in one record or in too many."""
+    return folder.is_file() or bool(_files(folder))
+
+
 def find(folder: Path) -> Path:
     """The record in a run's output folder, or the file itself; those of replays of earlier failures are left aside.
 
     Raises AgreementError where there is not exactly one."""
     if folder.is_file():
         return folder
-    found = sorted(path for path in folder.rglob(FILE) if CORPUS not in path.relative_to(folder).parts)
+    found = _files(folder)
     if len(found) != 1:
         raise AgreementError(
             f"{folder} holds {len(found)} files {FILE}, one is needed: name it, or a run's output folder"

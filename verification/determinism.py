@@ -11,11 +11,14 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from verification.canonical import digest, program_digest
+from blink_core.abi.enums import EventKind
+from verification.canonical import digest, history_digest, program_digest
 from verification.faults.model import known_faults
 from verification.faults.scenario import draw_plan
+from verification.history import History
 from verification.lockstep.programs import execute, random_program
 from verification.program import Shape, draw_program
 
@@ -35,6 +38,23 @@ def draws(seed: int) -> dict[str, str]:
         driver = execute(random_program(rng)).d
         lockstep.append([list(driver.words), list(driver.expected)])
     return {"programs": digest(programs), "fault plans": digest(plans), "lock-step programs": digest(lockstep)}
+
+
+def changed_tokens_noticed(history: History) -> list[bool]:
+    """For each token that a history gives somebody: whether the history with another id there has another digest.
+
+    Left out are tokens behind the cancel of their request, which are luck: as many as the cancel waited for count.
+    """
+    original, noticed = history_digest(history), []
+    requests = {(s.slot, s.generation): history.program.requests[s.request] for s in history.submitted}
+    for at, event in enumerate(history.events):
+        request = requests.get((event["slot"], event["generation"]))
+        if event["kind"] != EventKind.TOKEN or request is None:
+            continue
+        if request.cancel_after is None or event["index"] < request.cancel_after:
+            events = [*history.events[:at], event | {"token": event["token"] + 1}, *history.events[at + 1 :]]
+            noticed.append(history_digest(replace(history, events=events)) != original)
+    return noticed
 
 
 def draws_elsewhere(seed: int, folder: Path) -> dict[str, str]:

@@ -125,9 +125,18 @@ class Subject:
         return self.starter(model if model is not None else self.rig.model, http=http, **options)
 
     def run(
-        self, program: Program, *, every: int = 0, observe: Callable[[], None] = lambda: None, deadline_s: float = 120.0
+        self,
+        program: Program,
+        *,
+        every: int = 0,
+        observe: Callable[[], None] = lambda: None,
+        deadline_s: float = 120.0,
+        together: bool = False,
     ) -> History:
-        """Runs a program. An engine that dies, wedges or breaks the protocol is a finding and stands in the history."""
+        """Runs a program. An engine that dies, wedges or breaks the protocol is a finding and stands in the history.
+
+        together: the engine is held at a boundary while the first requests are submitted, and sees all of them at once.
+        """
         program = self.replayed or program
         if self.dead is not None:
             self.recent.append(History(program, RING, died=self.dead, subject=self.name))
@@ -148,6 +157,7 @@ class Subject:
             observe=observed,
             deadline_s=deadline_s,
             died=lambda: self.rig.wait(0.0),
+            first=self.rig.memory.hold if together else contextlib.nullcontext,
         )
         history.died = history.died or self.rig.wait(0.0)
         if history.died is None and not history.complete:

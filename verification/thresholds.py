@@ -47,6 +47,12 @@ class TokenThresholds(KVThresholds):
     ties: TieLimit
 
 
+class KernelThresholds(_Strict):
+    rms_ratio: Positive
+    worst_row: Positive
+    min_rows: Count
+
+
 class SamplingThresholds(_Strict):
     near: Fraction
     near_logit: Fraction
@@ -90,6 +96,7 @@ class Thresholds(_Strict):
     version: Annotated[int, Field(ge=1, le=1)]
     tokens: TokenThresholds
     kv: KVThresholds
+    kernels: KernelThresholds
     sampling: SamplingThresholds
     statistics: StatisticsThresholds
     evidence: EvidenceThresholds

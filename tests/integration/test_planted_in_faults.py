@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 
 from blink_core.abi.params import SamplingParams
-from hil_rigs.description import load_rig
+from hil_rigs.description import RigDescription, load_rig
 from hil_rigs.local import LocalOptions, LocalRig
 from tests.planted.engine import MUTANT
-from verification.certificate.outcomes import PropertyUnknown
+from verification.certificate.outcomes import PropertyUnknown, PropertyViolation
 from verification.faults.bench import FaultBench
 from verification.faults.judge import check
 from verification.faults.model import live_requests
@@ -56,12 +56,13 @@ LONG, SHORT = SamplingParams(max_tokens=200), SamplingParams(max_tokens=4)
 
 
 @contextmanager
-def loaded(run: RunContext, **options: Any) -> Iterator[tuple[Subject, FaultBench]]:
+def loaded(
+    run: RunContext, description: RigDescription | None = None, **options: Any
+) -> Iterator[tuple[Subject, FaultBench]]:
     """An engine with the no-op model and one request that is live as long as nobody reads, and the bench of a test."""
     nothing = cast(Any, None)
-    with LocalRig(
-        load_rig("local"), None, http=False, options=LocalOptions(engine=dict(FAULT_SIZES), **options)
-    ) as rig:
+    chosen = LocalOptions(engine=dict(FAULT_SIZES), **options)
+    with LocalRig(description or load_rig("local"), None, http=False, options=chosen) as rig:
         shape = Shape(vocab=rig.descriptor.config.vocab, page_size=16, longest=256, most_new=8)
         subject = Subject("model", rig, rig.ring(), shape, nothing, 256, run.break_rig)
         subject.client.submit((1, 2, 3), LONG)  # it pauses for want of credits
@@ -98,6 +99,19 @@ def test_stop_that_outlasts_the_heartbeat_limit_decides_nothing() -> None:
     with (
         loaded(run, heartbeat_limit_s=1e-6) as (_, bench),  # every stop outlasts it
         pytest.raises(PropertyUnknown, match="stood still for"),
+        bench("engine-stop"),
+    ):
+        pass
+
+
+def test_rig_that_says_it_goes_on_is_held_to_it() -> None:
+    """Catches: a rig whose description promises streams without its host process, and which stands still with it,
+    passed because the streams go on once the process is continued."""
+    run = RunContext("r1", "local", "smoke", None, 7, "given", None)
+    goes_on = load_rig("local").model_copy(update={"when_host_stops": "goes-on"})
+    with (
+        loaded(run, goes_on) as (_, bench),
+        pytest.raises(PropertyViolation, match="heartbeat stood still for"),
         bench("engine-stop"),
     ):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from blink_core.abi.dtypes import Array
@@ -28,16 +29,18 @@ def run_program(
     every: int = 0,
     observe: Callable[[], None] = lambda: None,
     died: Callable[[], str | None] = lambda: None,
+    first: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> History:
     """Submits, cancels and polls until every request is terminal, `deadline_s` is over or the engine is gone.
 
     `observe` is called after each `every` events (0: never), for checks at step boundaries of the running engine.
-    `died` says how the engine has died, None while it lives. A broken ring protocol and an engine out of reach are
+    `died` says how the engine has died, None while it lives. `first` is entered for the submissions before the first
+    poll; a hold of the engine there lets it see all of them at once, whatever its pace. A broken ring protocol and an engine out of reach are
     findings: they end the run and stand in the history.
     """
     history = History(program, ring)
     try:
-        _Run(client, history, every, observe, died).run(time.monotonic() + deadline_s)
+        _Run(client, history, every, observe, died).run(first, time.monotonic() + deadline_s)
     except ProtocolError as e:
         history.broken = str(e)
     except (TransportError, EngineUnreachable) as e:
@@ -62,8 +65,10 @@ class _Run:
         self.counted = 0  # TOKEN and terminal events
         self.open: set[int] = set()
 
-    def run(self, deadline: float) -> None:
+    def run(self, first: Callable[[], AbstractContextManager[None]], deadline: float) -> None:
         history = self.history
+        with first():
+            self.submit_due()
         next_observation = self.every
         while self.waiting or self.open:
             self.cancel_due()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from hil_rigs.engine_memory import EngineUnreachable
 from hil_rigs.local import RigFailure
-from verification.certificate.outcomes import PropertyUnknown, RigBroken
+from verification.certificate.outcomes import PropertyUnknown, PropertyViolation, RigBroken
 from verification.faults.judge import PROPERTY, check
 from verification.faults.model import Fault, Hit, Site, find, known_faults, live_requests
 from verification.faults.scenario import FaultPlan, FaultRun, Scenario, draw_plan
@@ -49,7 +49,8 @@ class FaultBench:
 
         on: the engine to strike, by default the one under test. It is held at a step boundary for the injection, and
         the requests that are live there stand in `hit.requests`. None, or no proof that the fault took effect, ends
-        the test as undecided. Raises ValueError for an unknown fault, or one that needs a scenario's own traffic.
+        the test as undecided; what the engine did wrong meanwhile fails it. Raises ValueError for an unknown fault, or
+        one that needs a scenario's own traffic.
         """
         fault = find(name)
         if not fault.alone:
@@ -64,7 +65,7 @@ class FaultBench:
             raise EngineLost(str(error)) from error
         try:
             yield site.hit
-            proof = fault.proof(site)
+            proof, wrong = fault.proof(site), fault.wrong(site)
         finally:
             self._heal(fault, site, subject)
         if (void := fault.void(site)) is not None:
@@ -72,6 +73,8 @@ class FaultBench:
         if not site.hit.requests or not proof.holds:
             why = proof.evidence if site.hit.requests else "no request was live at the injection"
             raise PropertyUnknown(CheckResult(Verdict.UNKNOWN, PROPERTY, "hit", f"{name}: {why}"))
+        if wrong is not None:
+            raise PropertyViolation(CheckResult(Verdict.INVALID, PROPERTY, "meanwhile", f"{name}: {wrong}"))
 
     def _heal(self, fault: Fault, site: Site, subject: Subject) -> None:
         engine = subject.rig.pid("engine")

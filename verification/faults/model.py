@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from blink_core.abi.enums import RequestState
+from hil_rigs.description import RigDescription
 from hil_rigs.engine_memory import StateSnapshot
 from hil_rigs.local import LocalRig
 
@@ -146,6 +147,10 @@ class Fault(ABC):
     """Leases of the engine that its scenarios need, in microseconds; 0: those of the rig."""
     alone: ClassVar[bool] = True
     """Works under any load, without the scenario's own traffic."""
+
+    def stalls_on(self, rig: RigDescription) -> bool:
+        """`stalls` on a rig, where that hangs on what the rig is."""
+        return self.stalls
 
     @abstractmethod
     def inject(self, site: Site) -> None:

@@ -9,11 +9,13 @@ from typing import ClassVar
 
 import psutil
 
+from hil_rigs.description import RigDescription
 from hil_rigs.local import RigFailure
 from verification.faults.model import HTTP_RING, Blast, End, Fault, Proof, Site, live_requests, paused_rows, register
 
 STOPPED_WITHIN_S = 5.0
 PAUSED_WITHIN_S = 5.0
+GOES_ON_WITHIN_S = 10.0  # a next token of every victim, on a machine that is busy with other things too
 SAFE = 0.85  # of a limit: the last sign of life may lie a tenth of it, and a poll, before the stop
 
 
@@ -106,28 +108,70 @@ class EngineKill(Fault):
 
 @register
 class EngineStop(ShortStop):
-    """SIGSTOP and SIGCONT of the engine, for less than the heartbeat limit."""
+    """SIGSTOP and SIGCONT of the engine's host process.
+
+    What that does is the rig's to say (`when_host_stops` of its description). Where the scheduler is a thread of that
+    process, all stands still, for less than the heartbeat limit. Where it runs on a device nothing may be noticed:
+    bystanders finish while the process is stopped, however long that takes.
+    """
 
     name = "engine-stop"
-    summary = "The engine process is stopped by SIGSTOP and continued, within the front end's heartbeat limit."
+    summary = "The engine's host process is stopped by SIGSTOP and continued."
     blast = Blast.NONE
     ends = frozenset({End.FINISHED})
-    expected = "streams pause and go on; requests sent meanwhile are served after it."
+    expected = (
+        "a scheduler within the process stands still for less than the front end's heartbeat limit, and streams and "
+        "requests sent meanwhile go on after it; one on a device goes on all the while, as if nothing had been."
+    )
     recovery_s = 30.0
     stalls = True
     process = "engine"
 
+    def stalls_on(self, rig: RigDescription) -> bool:
+        return rig.when_host_stops == "stands-still"
+
     def limit_s(self, site: Site) -> float:
-        return site.rig.options.heartbeat_limit_s
+        """The heartbeat limit; none where the heart goes on."""
+        return site.rig.options.heartbeat_limit_s if self.stalls_on(site.rig.description) else math.inf
 
     def inject(self, site: Site) -> None:
         super().inject(site)
         site.hit.notes["heartbeat"] = site.rig.memory.status("heartbeat")
+        site.hit.notes["steps"] = site.rig.memory.status("steps")
+        site.hit.notes["delivered"] = {call.name: len(call.output) for call in site.victims}
 
     def proof(self, site: Site) -> Proof:
+        stopped = bool(site.hit.notes["stopped"])
+        if not self.stalls_on(site.rig.description):
+            still = psutil.Process(site.rig.pid(self.process)).status() == psutil.STATUS_STOPPED
+            return Proof(stopped and still, f"the engine process was {'' if stopped and still else 'not '}stopped")
         beat = site.rig.memory.status("heartbeat")
-        stood = bool(site.hit.notes["stopped"]) and beat == site.hit.notes["heartbeat"]
+        stood = stopped and beat == site.hit.notes["heartbeat"]
         return Proof(stood, f"heartbeat stood at {beat}" if stood else "the engine's heart beat while it was stopped")
+
+    def wrong(self, site: Site) -> str | None:
+        """Where the engine must go on: a heart, steps or streams that stand still although the process is stopped."""
+        if self.stalls_on(site.rig.description):
+            return None
+        deadline = time.monotonic() + GOES_ON_WITHIN_S
+        while (standing := self._standing(site)) and time.monotonic() < deadline:
+            site.pump(0.02)
+            time.sleep(0.005)
+        if standing:
+            return f"{standing} stood still for {GOES_ON_WITHIN_S:g} s while the engine's host process was stopped"
+        return None
+
+    @staticmethod
+    def _standing(site: Site) -> str:
+        """What has not moved since the injection; empty if all has. Under a test's own load, which may be waiting for
+        its test, the heart alone is looked at."""
+        notes, memory = site.hit.notes, site.rig.memory
+        looked_at = ("heartbeat", "steps") if site.victims else ("heartbeat",)
+        standing = [name for name in looked_at if memory.status(name) == notes[name]]
+        for call in site.victims:
+            if call.end is End.OPEN and len(call.output) <= notes["delivered"].get(call.name, 0):
+                standing.append(f"the stream of {call.name}")
+        return ", ".join(standing)
 
 
 @register

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,8 +13,10 @@ from blink_core.abi.dtypes import SLOT, Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, Op
 from hil_rigs.engine_memory import StateSnapshot
 from verification.faults.model import SUITE_RING, Blast, End, Fault, Proof, Site, paused_rows, register
+from verification.faults.traffic import Call, HttpLane, await_calls
 
 EFFECT_WITHIN_S = 20.0
+BESIDE_TOKENS = 4  # of the request that is served beside paused rows
 UNKNOWN_OPS = (0, 3, 7, 15)
 
 
@@ -103,7 +106,9 @@ class WithheldCredits(Fault):
     summary = "The suite's front end goes on reading and gives no credits back, until its rows must pause."
     blast = Blast.RING
     ends = frozenset({End.FINISHED})
-    expected = "its rows pause; other rings finish; with credits again its rows go on where they were."
+    expected = (
+        "its rows pause; other rings finish, also beside them; with credits again its rows go on where they were."
+    )
     ring = SUITE_RING
     alone = False
     recovery_s = 30.0
@@ -122,6 +127,19 @@ class WithheldCredits(Fault):
             if 0 < rows == paused or time.monotonic() > deadline:
                 said = f"{unread} events of {state.config.cq_entries} without a credit, {paused} of {rows} rows pause"
                 return Proof(0 < rows == paused, said)
+
+    def wrong(self, site: Site) -> str | None:
+        """Whether another ring is served while the rows pause. The bystanders may have ended before they did."""
+        spec = site.victims[0].spec
+        short = replace(spec.params, max_tokens=BESIDE_TOKENS, min_tokens=0)
+        call = Call("beside the pause", replace(spec, params=short))
+        HttpLane(site.rig).start(call)
+        if not await_calls([call], site.ring_lane(), time.monotonic() + EFFECT_WITHIN_S):
+            return f"a request of another ring had not ended after {EFFECT_WITHIN_S:g} s, while the rows paused"
+        if call.end is not End.FINISHED:
+            return f"a request of another ring ended as {call.end} while the rows paused: {call.detail}"
+        paused, rows = paused_rows(site.state(), SUITE_RING)
+        return None if 0 < rows == paused else f"{paused} of {rows} rows pause, without any credits"
 
     def heal(self, site: Site) -> None:
         lane = site.ring_lane()

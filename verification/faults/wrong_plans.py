@@ -24,6 +24,7 @@ from blink_core.runtime import cpu
 from blink_core.runtime.cpu import CpuRuntime, Plan
 
 FILE = "planted.jsonl"
+HOST = "blink_core.runtime.engine_main"
 _SIGNATURE = 0x5A4B56 << 40  # of a seed whose low byte is a fault's number
 
 Identity = tuple[int, int, int]  # ring, slot, generation
@@ -227,32 +228,79 @@ FAULTS: dict[str, Callable[[Struck], dict[str, Any] | None]] = {
 
 def install(folder: Path) -> None:
     """Makes this process's plans go through a planter that writes to `folder`."""
-    shipped_plan, shipped_run = CpuRuntime.current_plan, CpuRuntime._run
+    shipped_plan, shipped_run, shipped_serve = CpuRuntime.current_plan, CpuRuntime._run, CpuRuntime.serve
     planters: dict[int, Planter] = {}
 
     def current_plan(self: CpuRuntime) -> Plan:
         planter = planters.setdefault(id(self), Planter(self, folder / FILE))
         return planter(shipped_plan(self))
 
+    def undo(self: CpuRuntime) -> None:
+        planter = planters.get(id(self))  # None: the first plan could not be made, which is the error to see
+        while planter is not None and planter.undo:
+            planter.undo.pop(0)()
+
     def run(self: CpuRuntime, step: cpu.ModelStep) -> Any:
         try:
             return shipped_run(self, step)
         finally:
-            planter = planters.get(id(self))  # None: the first plan could not be made, which is the error to see
-            while planter is not None and planter.undo:
-                planter.undo.pop(0)()
+            undo(self)
+
+    def serve(self: CpuRuntime, step: cpu.ModelStep) -> None:
+        if type(self) is not CpuRuntime:  # it launches graphs, which read plan and block tables in memory
+            shipped_graphs = self._run
+
+            def run_graphs(step: cpu.ModelStep) -> Any:
+                restore = _write(self, self.current_plan())
+                try:
+                    return shipped_graphs(step)
+                finally:
+                    restore()
+                    undo(self)
+
+            self._run = run_graphs  # type: ignore[method-assign]
+        shipped_serve(self, step)
 
     CpuRuntime.current_plan = current_plan  # type: ignore[method-assign]
     CpuRuntime._run = run  # type: ignore[method-assign]
+    CpuRuntime.serve = serve  # type: ignore[method-assign]
+
+
+def _write(runtime: CpuRuntime, plan: Plan) -> Callable[[], None]:
+    """Puts a changed plan where the engine's graphs read it; returns what puts the right one back."""
+    tokens, rows, width = len(plan.token_ids), plan.rows["row"], plan.block_tables.shape[1]
+    places: list[tuple[Any, Any, Any]] = [
+        (runtime._plan_views[name], slice(tokens), getattr(plan, name))
+        for name in ("token_ids", "positions", "kv_slots")
+    ]
+    places.append((runtime._tables, (rows, slice(width)), plan.block_tables))
+    kept = [(array, at, array[at].copy()) for array, at, _ in places]
+    for array, at, values in places:
+        array[at] = values
+
+    def restore() -> None:
+        for array, at, values in kept:
+            array[at] = values
+
+    return restore
+
+
+def command(engine_command: tuple[str, ...]) -> tuple[str, ...]:
+    """Arguments of Python that start a rig's engine with wrong plans; engine_command: the rig's own, empty for the
+    shipped one. On a GPU the host launches the steps: a resident scheduler's plans are out of reach."""
+    engine = ("--engine", *engine_command[1:2]) if engine_command else ()
+    return ("-m", "verification.faults.wrong_plans", *engine)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine", default=HOST)
+    own, arguments = parser.parse_known_args(argv)
     parser.add_argument("--run-dir", type=Path, required=True)
     install(parser.parse_known_args(argv)[0].run_dir)
     # By name: the suite imports no model code, and here it only starts the process that has it.
-    sys.argv = ["blink_core.runtime.engine_main", *argv]
-    runpy.run_module("blink_core.runtime.engine_main", run_name="__main__")
+    sys.argv = [own.engine, *arguments, *(() if own.engine == HOST else ("--launch", "host"))]
+    runpy.run_module(own.engine, run_name="__main__")
 
 
 if __name__ == "__main__":

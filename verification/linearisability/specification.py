@@ -36,11 +36,11 @@ _BEFORE_OWNER = frozenset({"SLOT_BUSY", "BAD_ENTRY", "BAD_GENERATION"})  # judge
 class Life(NamedTuple):
     """One request that was submitted and has not ended. waits: requests that must have ended before it speaks."""
 
+    waits: frozenset[int]
+    stale: bool  # its generation is not newer: only a refusal may come
     spoken: int = 0
     cancelled: bool = False
     lapsed: bool = False
-    stale: bool = False  # its generation is not newer: only a refusal may come
-    waits: frozenset[int] = frozenset()
 
 
 class State(NamedTuple):
@@ -144,7 +144,7 @@ def _terminal(state: State, life: Life, operation: Operation, request: Request, 
         "LEASE_LOST": life.lapsed,
         "DRAINING": state.closing == 2 or (state.closing == 1 and not life.spoken),
     }
-    if told.get(reason, False) or reason in request.may_end:
+    if told.get(reason) or reason in request.may_end:
         return None
     return "V8: the generation is newer" if reason == "BAD_GENERATION" else f"V10: nothing explains {reason}"
 

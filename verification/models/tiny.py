@@ -88,7 +88,7 @@ def _save_weights(path: Path, config: PreTrainedConfig, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = draw.standard_normal(tuple(parameter.shape))
-            mean, deviation = _moments(name, tuple(parameter.shape), config)
+            mean, deviation = moments(name, tuple(parameter.shape), config)
             parameter.copy_(torch.from_numpy((mean + deviation * noise).astype(np.float32)))
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
     with quiet():
@@ -111,7 +111,7 @@ GAINS = {
 }
 
 
-def _moments(name: str, shape: tuple[int, ...], config: Any) -> tuple[float, float]:
+def moments(name: str, shape: tuple[int, ...], config: Any) -> tuple[float, float]:
     """Mean and standard deviation of a parameter.
 
     The usual 0.02 gives flat logits that hang on nothing. Here attention scores have a deviation of about three, so

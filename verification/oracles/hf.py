@@ -1,8 +1,9 @@
 """HuggingFace as the oracle: transformers' own loaders, modelling code and tokeniser, on the original file.
 
 Nothing here comes from the engine (design section 9). The model is loaded with ``dtype=`` and never cast afterwards,
-with eager attention, dequantised at load, on the CPU, offline. ``float32`` is HuggingFace as people run it and gives
-the yardstick; ``float64`` is the reference, run with its float32 islands lifted (``verification.oracles.float64``).
+with eager attention, dequantised at load, offline, on the CPU unless told otherwise. ``float32`` is HuggingFace as
+people run it and gives the yardstick; ``float64`` is the reference, run with its float32 islands lifted
+(``verification.oracles.float64``).
 
 LongRoPE models compute all positions of a call with frequencies chosen by its longest position, and ``generate``
 starts anew when a sequence outgrows the original maximum. So "the logits after n tokens" are those of a call of n
@@ -15,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import gguf
 import numpy as np
@@ -33,9 +35,13 @@ from verification.oracles.float64 import Float64Islands, rebuild_rotary
 from verification.oracles.gguf_decode import read_header
 from verification.oracles.pre_tokenizer import mend_pre_tokenizer
 
-DType = Literal["float32", "float64"]
+DType = Literal["float32", "float64", "bfloat16"]
 Array = NDArray[np.float32] | NDArray[np.float64]
-_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,  # a yardstick of kernels, never a reference
+}
 
 
 class OracleError(RuntimeError):
@@ -57,12 +63,17 @@ class Forward:
         return int(self.logits.nbytes + self.k.nbytes + self.v.nbytes)
 
 
-def configure_torch(threads: int) -> None:
-    """Fix the thread count and ask for deterministic kernels: reduction order depends on both. Process-wide."""
+def configure_torch(threads: int, device: str = "cpu") -> None:
+    """Fix the thread count and ask for deterministic kernels: reduction order depends on both. Process-wide.
+
+    On a GPU a few operations have no deterministic kernel; then PyTorch only warns. TF32 stays off.
+    """
     if threads < 1:
         raise OracleError(f"{threads} threads; at least one is needed")
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+    torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     torch.set_float32_matmul_precision("highest")
 
 
@@ -70,9 +81,19 @@ class HFOracle:
     """A model in one dtype with its tokeniser. Build it with ``HFOracle.load`` or ``load_pair``."""
 
     def __init__(
-        self, path: Path, model: Any, tokenizer: Any, dtype: DType, *, threads: int, cache_bytes: int, load_s: float
+        self,
+        path: Path,
+        model: Any,
+        tokenizer: Any,
+        dtype: DType,
+        *,
+        threads: int,
+        cache_bytes: int,
+        load_s: float,
+        device: str = "cpu",
     ) -> None:
         self.path = path
+        self.device = device
         self.dtype = dtype
         self.load_s = load_s
         self.threads = threads
@@ -83,29 +104,50 @@ class HFOracle:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, dtype: DType, threads: int = 1, cache_bytes: int = 1 << 30, attention: str = "eager"
+        cls,
+        path: str | Path,
+        *,
+        dtype: DType,
+        threads: int = 1,
+        cache_bytes: int = 1 << 30,
+        attention: str = "eager",
+        device: str = "cpu",
     ) -> HFOracle:
         """Load a GGUF file, or a directory with ``config.json`` and safetensors.
+
+        device: of torch; a model that is too large for the CPU runs on "cuda", in another process than the engine.
 
         attention: HuggingFace attention back end (``sdpa`` is another correct float32 implementation, for tests of the
         criterion). cache_bytes: limit of the cache of forward runs. Raises ``OracleError`` with the path and cause.
         """
-        return cls._load(Path(path), _Source(Path(path)), dtype, threads, cache_bytes, attention)
+        return cls._load(Path(path), _Source(Path(path)), dtype, threads, cache_bytes, attention, device)
 
     @classmethod
-    def load_pair(cls, path: str | Path, *, threads: int = 1, cache_bytes: int = 1 << 30) -> tuple[HFOracle, HFOracle]:
+    def load_pair(
+        cls, path: str | Path, *, threads: int = 1, cache_bytes: int = 1 << 30, device: str = "cpu"
+    ) -> tuple[HFOracle, HFOracle]:
         """The float64 and the float32 oracle of one model; its configuration and tokeniser are read once."""
         source = _Source(Path(path))
         first, second = (
-            cls._load(Path(path), source, dtype, threads, cache_bytes, "eager") for dtype in ("float64", "float32")
+            cls._load(Path(path), source, dtype, threads, cache_bytes, "eager", device)
+            for dtype in ("float64", "float32")
         )
         return first, second
 
     @classmethod
-    def _load(cls, path: Path, source: _Source, dtype: str, threads: int, cache_bytes: int, attention: str) -> HFOracle:
+    def _load(
+        cls,
+        path: Path,
+        source: _Source,
+        dtype: str,
+        threads: int,
+        cache_bytes: int,
+        attention: str,
+        device: str,
+    ) -> HFOracle:
         if dtype not in _DTYPES:
             raise OracleError(f"dtype {dtype!r}: the oracle runs in {' or '.join(_DTYPES)}")
-        configure_torch(threads)
+        configure_torch(threads, device)
         started = time.monotonic()
         model = source.model(_DTYPES[dtype], attention)
         wrong = {str(p.dtype) for p in model.parameters() if p.dtype is not _DTYPES[dtype]}
@@ -113,9 +155,19 @@ class HFOracle:
             raise OracleError(f"{path}: asked for {dtype}, transformers loaded parameters in {sorted(wrong)}")
         if dtype == "float64" and rebuild_rotary(model) == 0:
             raise OracleError(f"{path}: found no rotary embedding to build in float64 in {type(model).__name__}")
+        model.to(device)  # where it lies, never what it is made of
         load_s = time.monotonic() - started
-        kind: DType = "float64" if dtype == "float64" else "float32"
-        return cls(path, model, source.tokenizer(), kind, threads=threads, cache_bytes=cache_bytes, load_s=load_s)
+        kind = cast(DType, dtype)
+        return cls(
+            path,
+            model,
+            source.tokenizer(),
+            kind,
+            threads=threads,
+            cache_bytes=cache_bytes,
+            load_s=load_s,
+            device=device,
+        )
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +190,8 @@ class HFOracle:
         return {name: value.detach().numpy() for name, value in self._model.named_parameters()}
 
     def teacher_force(self, ids: Sequence[int], *, start: int = 0) -> Array:
-        """Logits [len(ids) - start, vocab] in the oracle's dtype: row i predicts the token after ``ids[start + i]``."""
+        """Logits [len(ids) - start, vocab] in the oracle's dtype (bfloat16 as float32): row i predicts the token after
+        ``ids[start + i]``."""
         return self.forward(ids, start=start).logits
 
     def kv(self, ids: Sequence[int]) -> tuple[Array, Array]:
@@ -197,7 +250,7 @@ class HFOracle:
             eos_token_id=None if ignore_eos else eos,
             pad_token_id=0,
         )
-        prompt = torch.tensor([key])
+        prompt = torch.tensor([key], device=self.device)
         with self._running():
             out = self._model.generate(prompt, generation_config=config, attention_mask=torch.ones_like(prompt))
         return [int(token) for token in out[0, len(key) :]]
@@ -265,7 +318,7 @@ class HFOracle:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        configure_torch(self.threads)
+        configure_torch(self.threads, self.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(warnings.catch_warnings())
@@ -303,21 +356,22 @@ class HFOracle:
         """One call of the model, over sequences on one side of ``rope_switch``."""
         width = max(map(len, keys))
         first = min(starts)
-        padded = torch.tensor([list(key) + [0] * (width - len(key)) for key in keys])
+        padded = torch.tensor([list(key) + [0] * (width - len(key)) for key in keys], device=self.device)
         with self._running():
             # A cache without configuration: one with it forgets what a sliding window has left behind.
             cache = transformers.DynamicCache()
             out = self._model(input_ids=padded, cache=cache, use_cache=True, logits_to_keep=width - first)
         layers = _cache_of(out).layers
         runs = []
+        found = {out.logits.dtype, *(getattr(layer, part).dtype for layer in layers for part in ("keys", "values"))}
+        if found != {_DTYPES[self.dtype]}:
+            raise OracleError(f"asked for {self.dtype}, got logits, K and V in {sorted(map(str, found))}")
         for row, (key, start) in enumerate(zip(keys, starts, strict=True)):
-            logits = out.logits[row, start - first : len(key) - first].numpy()
+            logits = _array(out.logits[row, start - first : len(key) - first])
             k, v = (
-                np.stack([getattr(layer, part)[row, :, : len(key)].numpy().swapaxes(0, 1) for layer in layers])
+                _stack([_array(getattr(layer, part)[row, :, : len(key)]) for layer in layers])
                 for part in ("keys", "values")
             )
-            if {logits.dtype.name, k.dtype.name, v.dtype.name} != {self.dtype}:
-                raise OracleError(f"asked for {self.dtype}, got logits {logits.dtype}, K {k.dtype}, V {v.dtype}")
             runs.append(Forward(key, start, logits.copy(), k, v))
         return runs
 
@@ -421,6 +475,16 @@ def _check_gguf(path: Path, config: Any) -> None:
     assumed = getattr(config, "sliding_window", None)
     if window != assumed and min(window or assumed or 0, assumed or window or 0) < config.max_position_embeddings:
         raise OracleError(f"the file's sliding window is {window}, {assumed} would be used; use the original directory")
+
+
+def _array(values: torch.Tensor) -> Array:
+    """On the host; NumPy has no bfloat16, whose values float32 holds as they are."""
+    return cast(Array, (values.float() if values.dtype is torch.bfloat16 else values).cpu().numpy())
+
+
+def _stack(layers: Sequence[Array]) -> Any:
+    """[heads, positions, dim] of each layer as [layers, positions, heads, dim]."""
+    return np.stack([layer.swapaxes(0, 1) for layer in layers])
 
 
 def _join(short: Forward, whole: Forward) -> Array:

@@ -167,6 +167,11 @@ def is_plain(row: SampledRow) -> bool:
     return not (penalised or row.logit_bias or row.mask is not None or row.min_tokens > len(row.output))
 
 
+def raw_greedy(row: SampledRow) -> bool:
+    """Whether the token is the argmax of the raw logits."""
+    return row.temperature == 0.0 and is_plain(row)
+
+
 def probabilities(logits: ArrayLike, temperature: float) -> F64:
     """Softmax float64 [V] of logits / temperature (as float32, as the descriptor carries it)."""
     values = np.asarray(logits, np.float64)

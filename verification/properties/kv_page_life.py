@@ -36,27 +36,31 @@ class _Life:
 
     slots: int
     page_size: int
-    free: set[int] = field(default_factory=set)
-    quarantined: set[int] = field(default_factory=set)
-    owner: dict[int, int] = field(default_factory=dict)
-    holders: dict[int, set[int]] = field(default_factory=dict)
-    parent: dict[int, int] = field(default_factory=dict)
-    lru: list[int] = field(default_factory=list)
-    tables: dict[int, list[int]] = field(default_factory=dict)
-    context: dict[int, int] = field(default_factory=dict)
+    free: set[int]
+    quarantined: set[int]
+    owner: dict[int, int]
+    holders: dict[int, set[int]]
+    parent: dict[int, int]
+    lru: list[int]
+    tables: dict[int, list[int]]
+    context: dict[int, int]
     resulted: set[int] = field(default_factory=set)
     replaced: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, s: StateSnapshot, r: Recount) -> _Life:
-        life = cls(s.config.slots, s.config.page_size, set(s.free_list.tolist()), set(s.quarantine.tolist()))
-        life.holders = {page: {q for q, members in r.owned.items() if page in members} for page in r.bucket_of}
-        life.owner = {p: q for q, members in r.owned.items() for p in members if p not in r.bucket_of}
-        life.parent = {page: int(s.pages[page]["parent"]) for page in r.bucket_of}
-        life.tables = {q: list(members) for q, members in r.owned.items() if members}
-        life.lru = list(r.lru)
-        life.context = {q: int(s.requests[q]["total"]) for q in r.owned}
-        return life
+        return cls(
+            slots=s.config.slots,
+            page_size=s.config.page_size,
+            free=set(s.free_list.tolist()),
+            quarantined=set(s.quarantine.tolist()),
+            owner={p: q for q, members in r.owned.items() for p in members if p not in r.bucket_of},
+            holders={page: {q for q, members in r.owned.items() if page in members} for page in r.bucket_of},
+            parent={page: int(s.pages[page]["parent"]) for page in r.bucket_of},
+            lru=list(r.lru),
+            tables={q: list(members) for q, members in r.owned.items() if members},
+            context={q: int(s.requests[q]["total"]) for q in r.owned},
+        )
 
     def before(self, request: int, index: int) -> int:
         return self.tables[request][index - 1] if index else 0

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blink_core.abi.capture import record_dtype
 from blink_core.abi.dtypes import Array
@@ -21,7 +22,7 @@ from verification.criterion import TokenScores, judge_tokens, score_tokens
 from verification.history import History
 from verification.masks import allowed_ids
 from verification.oracles.hf import HFOracle
-from verification.oracles.sampler import Agreement, SampledRow, compare, is_plain
+from verification.oracles.sampler import Agreement, SampledRow, compare, raw_greedy
 from verification.program import RequestSpec
 from verification.result import JSON, CheckResult, Measurement, Verdict
 from verification.thresholds import SamplingThresholds, TokenThresholds
@@ -86,23 +87,27 @@ def sampled_rows(history: History, rows: dict[Key, Array], eos: Iterable[int] = 
     bias, penalties, masks or min_tokens. eos: the engine's end-of-sequence ids. Presupposes `check_capture`."""
     found = []
     for s in history.submitted:
-        spec = history.program.requests[s.request]
-        p, tokens = spec.params, history.tokens_of(s)
+        spec, tokens = history.program.requests[s.request], history.tokens_of(s)
         for index, token in enumerate(tokens):
-            position = len(spec.prompt) + index
-            logits = rows[history.ring, s.slot, s.generation, position]["logits"]
-            row = SampledRow.of(
-                p,
-                logits,
-                token,
-                prompt=spec.prompt,
-                output=tuple(tokens[:index]),
-                eos=tuple(eos),
-                mask=_mask(spec, index, len(logits)),
-            )
-            if p.temperature > 0.0 or not is_plain(row):
+            logits = rows[history.ring, s.slot, s.generation, len(spec.prompt) + index]["logits"]
+            row = row_of(spec, tokens[:index], logits, token, eos)
+            if not raw_greedy(row):
                 found.append(row)
     return found
+
+
+def row_of(
+    spec: RequestSpec, before: Sequence[int], logits: NDArray[np.float32], token: int, eos: Iterable[int] = ()
+) -> SampledRow:
+    """The row of a request behind its prompt and the tokens `before`, with the grammar mask of that place.
+
+    logits: float32 [V]; token: id that was emitted there; eos: the engine's end-of-sequence ids."""
+    mask = None
+    if spec.mask_seed is not None:
+        mask = frozenset(np.flatnonzero(allowed_ids(spec.mask_seed, len(before), len(logits))).tolist())
+    return SampledRow.of(
+        spec.params, logits, token, prompt=spec.prompt, output=tuple(before), eos=tuple(eos), mask=mask
+    )
 
 
 def check_sampler(rows: Iterable[SampledRow], limits: SamplingThresholds) -> CheckResult:
@@ -171,22 +176,8 @@ def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOrac
                 hf64=r64.logits,
                 hf32=r32.logits,
                 emitted=tokens,
-                greedy=[_raw_greedy(spec, i) for i in range(len(tokens))],
+                greedy=[raw_greedy(row_of(spec, tokens[:i], logits[i], tokens[i])) for i in range(len(tokens))],
                 names=[{"request": s.request, "index": i} for i in range(len(tokens))],
             )
         )
     return parts
-
-
-def _mask(spec: RequestSpec, index: int, vocab: int) -> frozenset[int] | None:
-    if spec.mask_seed is None:
-        return None
-    return frozenset(np.flatnonzero(allowed_ids(spec.mask_seed, index, vocab)).tolist())
-
-
-def _raw_greedy(spec: RequestSpec, index: int) -> bool:
-    """Whether the token at output position `index` is the argmax of the raw logits."""
-    params = spec.params
-    neutral = params.repetition_penalty == 1.0 and params.presence_penalty == params.frequency_penalty == 0.0
-    neutral = neutral and spec.mask_seed is None
-    return params.temperature == 0.0 and neutral and not params.logit_bias and index >= params.min_tokens

@@ -27,6 +27,8 @@ def main() -> int:
             outcomes.append(spin.run(search, timeout_s=chosen.timeout))
             if not chosen.json:
                 print(outcomes[-1].line(), flush=True)
+                if not outcomes[-1].ok:
+                    print(*outcomes[-1].trail, sep="\n", flush=True)
     except spin.SpinMissing as missing:
         print(f"skipped: {missing}", file=sys.stderr)
         return 2

@@ -8,16 +8,17 @@ import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verification.ring_model.variants import PROGRESS, Search
+from verification.ring_model.variants import DEADLOCK, PROGRESS, Search
 
 FOLDER = Path(__file__).parent
 APT = "apt-get install -y spin gcc"
 TIMEOUT_S = 1500.0
 DEPTH = 1_000_000
 MEMORY_MIB = 4096
+TRAIL_LINES = 200  # of a counterexample: its last ones are kept, where it fails
 
 
 class SpinMissing(RuntimeError):
@@ -30,9 +31,10 @@ class SpinFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one search found. clause: of the assertion that failed, or `progress`; "" if none did.
+    """What one search found. clause: of the assertion that failed, `progress` or `deadlock`; "" if none did.
 
     complete: every reachable state was visited: no depth, memory or time limit cut it, and states were stored whole.
+    trail: the last steps of the counterexample, one a line as Spin prints them; empty where nothing failed.
     """
 
     search: Search
@@ -42,6 +44,7 @@ class Outcome:
     complete: bool
     seconds: float
     trouble: str = ""
+    trail: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -94,7 +97,15 @@ def run(search: Search, *, timeout_s: float = TIMEOUT_S) -> Outcome:
             )
         except subprocess.TimeoutExpired:
             return Outcome(search, "", 0, 0, False, time.monotonic() - begin, f"not finished in {timeout_s:.0f} s")
-    return parse(search, done.stdout + done.stderr, time.monotonic() - begin)
+        outcome = parse(search, done.stdout + done.stderr, time.monotonic() - begin)
+        return replace(outcome, trail=_trail(spin, defines, search, folder)) if outcome.clause else outcome
+
+
+def _trail(spin: str, defines: list[str], search: Search, folder: Path) -> tuple[str, ...]:
+    """Spin's replay of the counterexample that the checker left behind. Raises SpinFailed if there is none."""
+    lines = _tool([spin, "-t", "-p", "-g", *defines, f"{search.model}.pml"], folder).splitlines()
+    cut = len(lines) - TRAIL_LINES
+    return (f"... {cut} lines before", *lines[cut:]) if cut > 0 else tuple(lines)
 
 
 def parse(search: Search, text: str, seconds: float) -> Outcome:
@@ -111,6 +122,8 @@ def parse(search: Search, text: str, seconds: float) -> Outcome:
             clause = claim[1]
         elif "acceptance cycle" in failed[1]:
             clause = PROGRESS
+        elif "invalid end state" in failed[1]:
+            clause = DEADLOCK
         else:
             trouble = failed[1]
     elif int(counts[2]):
@@ -127,10 +140,12 @@ def parse(search: Search, text: str, seconds: float) -> Outcome:
     return Outcome(search, clause, int(stored[1]), int(counts[1]), complete, seconds, trouble)
 
 
-def _tool(command: list[str], folder: Path) -> None:
+def _tool(command: list[str], folder: Path) -> str:
+    """What it printed. Raises SpinFailed."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired as error:
         raise SpinFailed(f"{command[0]} did not end within 120 s") from error
     if done.returncode:
         raise SpinFailed(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROGRESS = "progress"  # in place of a clause: the temporal property of the model does not hold
+DEADLOCK = "deadlock"  # in place of a clause: a state in which nobody can go on, and somebody is not at an end
 
 
 @dataclass(frozen=True, slots=True)

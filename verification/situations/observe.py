@@ -43,6 +43,7 @@ class LogObserver:
         self.running: set[Key] = set()
         self.masked: dict[Key, int] = {}
         self.emitted: Counter[Key] = Counter()
+        self.context: dict[Key, int] = {}  # tokens that a running request's plans have reached
         self.owed: defaultdict[int, int] = defaultdict(int)  # events written and not given back, by ring: at least
         self.written: defaultdict[int, int] = defaultdict(int)
         self.heads: dict[int, int] = {}
@@ -135,6 +136,7 @@ class LogObserver:
         self.running.discard(key)
         self.counts["preemption"] += 1
         self.planned.pop(key, None)
+        self.context.pop(key, None)
 
     def _token(self, step: int, key: Key, a: int, b: int, c: int) -> None:
         self.emitted[key] += 1
@@ -166,7 +168,7 @@ class LogObserver:
     def _over(self, key: Key) -> None:
         self._write(key[0])
         self.running.discard(key)
-        for known in (self.emitted, self.masked, self.prompts, self.freed_in_flight):
+        for known in (self.emitted, self.masked, self.prompts, self.freed_in_flight, self.context):
             known.pop(key, None)
 
     # ---- steps
@@ -175,6 +177,7 @@ class LogObserver:
         if step != self.plan:
             self.planned, self.plan = {}, step
         self.planned[key] = (a, b)
+        self.context[key] = b
 
     def _step(self, step: int, key: Key, a: int, b: int, c: int) -> None:
         rows = self.planned if self.plan == step else {}
@@ -198,13 +201,16 @@ class LogObserver:
         self.last_plan = set(rows)
 
     def _left_out(self, key: Key) -> None:
-        """A running row without a place in a step: for want of its mask, or of credits (docs/rules.md, P2 and P3)."""
-        ring = key[0]
+        """A running row without a place in a step: for want of its mask, or of credits (docs/rules.md, P1 to P3)."""
+        ring, emitted = key[0], self.emitted[key]
         # Alternatives are not in the log, so that this is the least that the ring owes.
         owed = self.written[ring] - self.heads.get(ring, 0)
-        if owed + 1 + self.config.slots >= self.config.cq_entries:
+        unmasked = not self.config.masks or (emitted > 0 and key not in self.masked)
+        # A decode always has its token of the budget, so one that needs no mask lacks credits, whatever the log shows.
+        decode = emitted > 0 and key in self.prompts and self.context.get(key) == self.prompts[key] + emitted - 1
+        if owed + 1 + self.config.slots >= self.config.cq_entries or (decode and unmasked):
             self.counts["credits-withheld"] += 1
-        elif self.config.masks and self.masked.get(key, -1) < self.emitted[key]:
+        elif not unmasked and self.masked.get(key, -1) < emitted:
             self.counts["mask-late"] += 1
 
     # ---- pages

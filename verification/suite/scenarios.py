@@ -69,16 +69,21 @@ def request(rng: random.Random, subject: Subject, length: int, new: int, **field
 
 
 def run(
-    subject: Subject, judge: Judge, *requests: RequestSpec, explained: tuple[ErrorReason, ...] = (), pages: bool = True
+    subject: Subject,
+    judge: Judge,
+    *requests: RequestSpec,
+    explained: tuple[ErrorReason, ...] = (),
+    pages: bool = True,
+    together: bool = False,
 ) -> Ran:
     """Runs requests and enforces delivery, ends and, from the event log, the life of every page.
 
-    explained: errors that the scenario brings about.
+    explained: errors that the scenario brings about. together: as `Subject.run` says.
     """
     program = Program(requests)
     judge.case(program)
     before = subject.snapshot(log_from=NO_LOG)
-    history = subject.run(program)
+    history = subject.run(program, together=together)
     result = queue_ordering.check_history(
         history, eos_ids=subject.eos_ids, max_len=subject.max_len, explained=explained
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from blink_core.abi.params import SamplingParams
 from verification import agreement_record as recorded
 from verification.canonical import answers
 from verification.certificate.recorder import Recorder
@@ -16,7 +17,7 @@ from verification.history import History
 from verification.lockstep.programs import execute, random_program
 from verification.lockstep.run import run_native
 from verification.plugin_session import leave_out
-from verification.program import Program, Shape, draw_program
+from verification.program import Program, RequestSpec, Shape, draw_program
 from verification.properties import agreement
 from verification.properties.agreement import PROPERTY, Ran
 from verification.result import CheckResult, Verdict
@@ -96,22 +97,40 @@ def test_other_sizes(tiny: Subject, blink_run: RunContext, judge: Judge, seed: i
         recorded.write(folder / recorded.FILE, blink_run, seed, tiny.name, ours)
 
 
+def with_witness(program: Program, seed: int, vocab: int) -> tuple[Program, int]:
+    """The program without cancels, and with one request more: greedy and plain, so that nothing but its length ends it
+    and the raw logits decide each of its tokens. Also that request's number.
+
+    Of what was drawn alone, with many seeds, the last token may be a drawn one of which any other is as good, or a
+    request may end as the planted end says: then nothing is planted."""
+    prompt = tuple(random.Random(f"witness/{seed}").choices(range(vocab), k=PAGE + 1))
+    own = RequestSpec(prompt, SamplingParams(NEW, ignore_eos=True, logprobs=2))
+    return Program((*(replace(r, cancel_after=None) for r in program.requests), own)), len(program.requests)
+
+
 def test_planted_disagreement(tiny: Subject, judge: Judge, record: Recorder, seed: int) -> None:
-    """The answers of one run beside copies with one thing changed: another token, one less, another end, nobody.
+    """The answers of one run beside copies with one thing changed: another token, one less, another end, nobody,
+    another alternative.
 
     Catches: a comparison that agrees with everything.
     """
-    program = draw(seed, 1, tiny.shape.vocab)[0]
-    program = Program(tuple(replace(r, cancel_after=None) for r in program.requests))
+    program, victim = with_witness(draw(seed, 1, tiny.shape.vocab)[0], seed, tiny.shape.vocab)
     ours, histories = run_all(tiny, [program], judge)
     whole = ours[0].answers
-    victim = max(range(len(whole)), key=lambda i: len(whole[i].tokens))
     answer = whole[victim]
+    if len(answer.tokens) != NEW:  # nothing of the machine's: the request can end in no other way
+        message = f"request {victim} got {len(answer.tokens)} of {NEW} tokens and ended {answer.outcome!r}"
+        judge(CheckResult(Verdict.INVALID, PROPERTY, "outcome", message), *histories)
+    context = [*program.requests[victim].prompt, *answer.tokens[:-1]]
+    (logits,) = tiny.oracles[1].teacher_force(context, start=len(context) - 1)
+    unlikely = int(logits.argmin())  # no tie, whatever the model's weights
+    event, *others = answer.alternatives
     planted = {
-        "another token": replace(answer, tokens=(*answer.tokens[:-1], (answer.tokens[-1] + 1) % tiny.shape.vocab)),
+        "another token": replace(answer, tokens=(*answer.tokens[:-1], unlikely)),
         "a token less": replace(answer, tokens=answer.tokens[:-1]),
         "another end": replace(answer, outcome="FINISH CONTEXT"),
         "no answer": replace(answer, tokens=(), outcome="open"),
+        "an alternative twice": replace(answer, alternatives=((event[0],) * len(event), *others)),
     }
     missed = []
     for name, wrong in planted.items():

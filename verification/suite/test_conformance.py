@@ -37,14 +37,16 @@ def record_and_check(
     """Runs programs on an engine that was just started, and checks its whole log. like: whose oracle knows the ids."""
     path = folder / "run.trace"
     header = Header(subject.rig.memory.config, "live", rig=subject.rig.description.name, model=model, payloads=True)
-    with Recorder(subject.rig.memory, path, header) as recorder:
-        for program in programs:
-            judge.case(program)
-            history = subject.run(program)
-            judge(queue_ordering.check_history(history, eos_ids=like.eos_ids, max_len=like.max_len), history)
-            recorder.settle()  # before another program takes the slots again
-    trace = read(path)
-    path.unlink()  # it holds prompts
+    try:
+        with Recorder(subject.rig.memory, path, header) as recorder:
+            for program in programs:
+                judge.case(program)
+                history = subject.run(program)
+                judge(queue_ordering.check_history(history, eos_ids=like.eos_ids, max_len=like.max_len), history)
+                recorder.settle()  # before another program takes the slots again
+        trace = read(path)
+    finally:
+        path.unlink(missing_ok=True)  # it holds prompts
     judge(conformance.check_trace(trace), *subject.recent)
 
 

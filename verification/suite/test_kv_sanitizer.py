@@ -14,7 +14,7 @@ from blink_core.abi.dtypes import Array
 from blink_core.abi.params import SamplingParams
 from hil_rigs.kv_reports import KvReports
 from verification.certificate.recorder import Recorder
-from verification.faults.wrong_plans import FAULTS, FILE, seed_of
+from verification.faults.wrong_plans import FAULTS, FILE, command, seed_of
 from verification.fixtures import Judge, Subject
 from verification.program import Program, RequestSpec
 from verification.properties import kv_sanitizer
@@ -101,9 +101,9 @@ def test_wrong_plans_are_named(tiny: Subject, record: Recorder, judge: Judge, se
     rng, judged = random.Random(seed), Judge(record, judge.folder, judge.about, judge.prompts)
     found = dict.fromkeys(FAULTS, 0)
     everything: list[dict[str, Any]] = []
-    command = ("-m", "verification.faults.wrong_plans")
+    engine = command(tiny.rig.description.engine_command)
     with tiny.start(
-        kv_sanitizer=True, kv_reports_expected=True, engine_command=command, pages=40, token_budget=BUDGET
+        kv_sanitizer=True, kv_reports_expected=True, engine_command=engine, pages=40, token_budget=BUDGET
     ) as subject:
         kv, folder = KvReports(subject.rig.descriptor), subject.rig.run_dir
         assert folder is not None

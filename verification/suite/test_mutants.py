@@ -15,7 +15,7 @@ from verification.mutants import automatic, matrix, weave
 from verification.mutants.model import CLASSES, Mutant, by_name, load
 from verification.mutants.weave import BuildFailed
 from verification.plugin_session import leave_out
-from verification.result import CheckResult, Measurement, Verdict
+from verification.result import JSON, CheckResult, Measurement, Verdict
 from verification.run_context import RunContext
 from verification.thresholds import Thresholds
 
@@ -37,6 +37,7 @@ NIGHTLY = (
     "deadline-overflows",
 )
 NIGHTLY_SEEDS = 3
+PART = 6  # mutants of one test: a whole class would not fit into the time of one, nor into a shard
 
 
 @pytest.fixture
@@ -48,9 +49,7 @@ def built(request: pytest.FixtureRequest) -> weave.Woven:
         leave_out(request.node, str(failed).splitlines()[0])
 
 
-def _run(
-    mutants: Sequence[Mutant], seeds: int, seed: int, record: Recorder, evidence: Path | None, whole: Sequence[str] = ()
-) -> None:
+def _run(mutants: Sequence[Mutant], seeds: int, seed: int, record: Recorder, evidence: Path | None) -> None:
     """The rows of these mutants; each cell is a line of the report's planted faults, all of it stands in `evidence`."""
     with tempfile.TemporaryDirectory(prefix="blink-matrix-") as folder:
         made = matrix.Matrix(Path(folder), matrix.seeds_of(seed, seeds), say=lambda line: print(line, flush=True))
@@ -62,7 +61,7 @@ def _run(
     excused = matrix.equivalents()
     for one in matrix.by_class(rows, excused):
         print(one)
-    verdict = matrix.judge(rows, whole=whole, excused=excused)
+    verdict = matrix.judge(rows, excused=excused)
     record.cases(sum(cell.run for row in rows for cell in row.cells.values()))
     _keep(evidence, "kill-matrix.json", [row.to_json() for row in rows])
     figures = {
@@ -95,21 +94,61 @@ def test_sample(built: weave.Woven, evidence: Path | None, record: Recorder, see
     _run([by_name(name) for name in NIGHTLY], NIGHTLY_SEEDS, seed, record, evidence)
 
 
-@pytest.mark.timeout(5400)
+def _by_class() -> dict[str, list[Mutant]]:
+    """The mutants that this machine can run, by class."""
+    found: dict[str, list[Mutant]] = {}
+    for mutant in load():
+        if mutant.where != "cuda":
+            found.setdefault(mutant.cls, []).append(mutant)
+    return dict(sorted(found.items()))
+
+
+def _parts() -> dict[str, list[Mutant]]:
+    """The classes in parts of at most `PART` mutants, by name: "A-1"."""
+    return {
+        f"{cls}-{number}": own[first : first + PART]
+        for cls, own in _by_class().items()
+        for number, first in enumerate(range(0, len(own), PART), 1)
+    }
+
+
 @pytest.mark.blink_profile("full")
-@pytest.mark.parametrize("cls", sorted({m.cls for m in load()}), ids=str)
-def test_kill_matrix(built: weave.Woven, cls: str, evidence: Path | None, record: Recorder, seed: int) -> None:
-    """Every named mutant of a class against every checker that can name it, in 10 fresh seeds; two checkers that share
-    no check function have kills in the class.
+@pytest.mark.parametrize("part", list(_parts()))
+def test_kill_matrix(built: weave.Woven, part: str, evidence: Path | None, record: Recorder, seed: int) -> None:
+    """Named mutants of a class, each against every checker that can name it, in 10 fresh seeds.
 
     Catches: a fault of that class that the suite would let pass.
     """
-    chosen = [m for m in load() if m.cls == cls and m.where != "cuda"]
-    print(f"class {cls}: {CLASSES[cls]}: {len(chosen)} mutants")
-    _run(chosen, matrix.SEEDS, seed, record, evidence, (cls,))
+    chosen = _parts()[part]
+    print(f"class {chosen[0].cls}: {CLASSES[chosen[0].cls]}: part {part}, {len(chosen)} mutants")
+    _run(chosen, matrix.SEEDS, seed, record, evidence)
 
 
-@pytest.mark.timeout(5400)
+@pytest.mark.blink_profile("full")
+@pytest.mark.parametrize("cls", list(_by_class()))
+def test_two_checkers(built: weave.Woven, cls: str, record: Recorder, seed: int) -> None:
+    """Mutants of a class, those that most checkers can name first, until two checkers that share no check function have
+    kills in it.
+
+    Catches: a class that hangs on one check function, with which all its mutants would survive.
+    """
+    rows: list[matrix.Row] = []
+    with tempfile.TemporaryDirectory(prefix="blink-matrix-") as folder:
+        made = matrix.Matrix(
+            Path(folder), matrix.seeds_of(seed, matrix.SEEDS), say=lambda line: print(line, flush=True)
+        )
+        order = sorted(_by_class()[cls], key=lambda m: -len(matrix.able(m, made.checkers(m.where))))
+        for mutant in order:
+            rows += [row for row in made.rows([mutant]) if row.cls]
+            if matrix.by_class(rows)[0].pair:
+                break
+    record.cases(sum(cell.run for row in rows for cell in row.cells.values()))
+    (found,) = matrix.by_class(rows)
+    word = Verdict.VALID if found.pair else Verdict.INVALID
+    record.check(CheckResult(word, PROPERTY, "two-checkers", str(found)))
+
+
+@pytest.mark.timeout(3000)  # the deadline of a shard is an hour
 @pytest.mark.blink_profile("full")
 def test_automatic(
     built: weave.Woven, evidence: Path | None, record: Recorder, thresholds: Thresholds, seed: int
@@ -132,6 +171,7 @@ def test_automatic(
         "automatic_mutants_high": Measurement(high, n=n),
         "automatic_mutants_survived": Measurement(score.words["survived"], n=n),
     }
-    word = Verdict.VALID if score.words["killed"] >= limits.least_killed * n else Verdict.INVALID
+    enough = score.words["killed"] >= limits.least_killed * n and not score.refuted
+    word = Verdict.VALID if enough else Verdict.INVALID
     record.cases(n)
-    record.check(CheckResult(word, PROPERTY, "automatic", str(score), {}, figures))
+    record.check(CheckResult(word, PROPERTY, "automatic", str(score), {"refuted": list[JSON](score.refuted)}, figures))

@@ -34,7 +34,9 @@ def _check(search: Search, record: Recorder) -> None:
         "seconds": Measurement(outcome.seconds, "s"),
     }
     witness: dict[str, JSON] = (
-        {} if outcome.ok else {"search": str(search), "found": outcome.clause, "wanted": list(fails)}
+        {}
+        if outcome.ok
+        else {"search": str(search), "found": outcome.clause, "wanted": list(fails), "trail": list(outcome.trail)}
     )
     if outcome.ok:
         verdict = Verdict.VALID

@@ -16,7 +16,8 @@ from verification.run_context import RunContext
 PROPERTY = "specification"
 pytestmark = [pytest.mark.blink_property(PROPERTY), pytest.mark.capability("cpu")]
 
-HISTORIES = {"smoke": 1000, "nightly": 50_000, "full": 200_000}
+HISTORIES = {"smoke": 1000, "nightly": 50_000, "full": 200_000}  # of all parts together
+PARTS = 8  # each far below the timeout of one test, with a seed of its own, so that shards can share them out
 OPERATIONS = 50
 
 
@@ -24,12 +25,13 @@ def _differs(program: Program) -> bool:
     return compare(execute(program).d) is not None
 
 
-def test_lockstep(blink_run: RunContext, record: Recorder, seed: int) -> None:
-    """Whole programs drawn by the session's seed: configurations, submissions, cancels, faults, restarts, drains.
+@pytest.mark.parametrize("part", range(1, PARTS + 1), ids=str)
+def test_lockstep(part: int, blink_run: RunContext, record: Recorder, seed: int) -> None:
+    """Whole programs drawn by the part's seed: configurations, submissions, cancels, faults, restarts, drains.
 
     Catches: any observable of the scheduler, after any call, that the rules do not give.
     """
-    rng, count = random.Random(seed), HISTORIES[blink_run.profile_name]
+    rng, count = random.Random(seed), HISTORIES[blink_run.profile_name] // PARTS
     steps = 0
     for _ in range(count):
         program = random_program(rng, OPERATIONS)
@@ -47,5 +49,5 @@ def test_lockstep(blink_run: RunContext, record: Recorder, seed: int) -> None:
             }
             record.check(CheckResult(Verdict.INVALID, PROPERTY, "lock-step", str(found), witness))
     measured = {"histories": Measurement(count, "histories"), "steps": Measurement(steps, "steps", n=count)}
-    message = f"every observable is equal after each of {steps} calls in {count} histories"
+    message = f"every observable is equal after each of {steps} calls in {count} histories (part {part} of {PARTS})"
     record.check(CheckResult(Verdict.VALID, PROPERTY, "lock-step", message, {}, measured))

@@ -13,7 +13,7 @@ import pytest
 from verification.certificate.outcomes import PropertyUnknown, PropertyViolation
 from verification.certificate.recorder import Recorder
 from verification.ring_model import spin
-from verification.ring_model.variants import CORRECT, LARGE, PROGRESS, VARIANTS, Search
+from verification.ring_model.variants import CORRECT, DEADLOCK, LARGE, PROGRESS, VARIANTS, Search
 from verification.suite import test_ring_model as suite
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,8 @@ END = "State-vector 140 byte, depth reached 17, errors: {}\n     95 states, stor
         (GOOD, "Bit statespace search for:\n" + END.format(0), "", False, False),
         (GOOD, "Hash-Compact 4 search for:\n" + END.format(0), "", False, False),
         (GOOD, "pan:1: assertion violated (clause_R9||(x)) (at depth 3)\n" + HEAD + END.format(1), "R9", True, False),
-        (GOOD, "pan:1: invalid end state (at depth 9)\n" + HEAD + END.format(1), "", True, False),
+        (GOOD, "pan:1: invalid end state (at depth 9)\n" + HEAD + END.format(1), DEADLOCK, True, False),
+        (WRONG, "pan:1: invalid end state (at depth 9)\n" + HEAD + END.format(1), DEADLOCK, True, False),
         (GOOD, "Segmentation fault", "", False, False),
         (
             WRONG,
@@ -63,6 +64,26 @@ def test_trouble_of_the_checker_is_no_fault_of_the_protocol(monkeypatch: pytest.
         monkeypatch.setattr(spin, "run", lambda search, outcome=outcome: outcome)
         with pytest.raises(expected):
             suite._check(WRONG, Recorder())
+
+
+DEADLOCKING = """byte taken;
+active proctype front_end() { do :: taken == 0 -> taken = 1 :: taken == 1 -> taken = 2; break od }
+active proctype scheduler() { taken == 1; taken == 3 }
+"""
+
+
+@pytest.mark.skipif(shutil.which("spin") is None, reason=f"Spin is not installed: {spin.APT}")
+def test_deadlock_of_the_protocol_is_a_violation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches: a state in which a correct model is stuck, told as a search without a result; a missing trail."""
+    (tmp_path / "ring.pml").write_text(DEADLOCKING)
+    monkeypatch.setattr(spin, "FOLDER", tmp_path)
+    outcome = spin.run(GOOD, timeout_s=60)
+    assert (outcome.clause, outcome.trouble, outcome.ok) == (DEADLOCK, "", False)
+    assert any("taken = 1" in line for line in outcome.trail)
+    monkeypatch.setattr(spin, "run", lambda search: outcome)
+    with pytest.raises(PropertyViolation, match=DEADLOCK) as caught:
+        suite._check(GOOD, Recorder())
+    assert "taken = 1" in str(caught.value.result.witness["trail"])
 
 
 def test_every_clause_and_define_is_real() -> None:

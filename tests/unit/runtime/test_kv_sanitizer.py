@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -256,12 +257,68 @@ def test_wrong_plans_hide_no_error(
     def broken(*_: object) -> Planter:
         raise OSError("no plan")
 
-    for name in ("current_plan", "_run"):
+    for name in ("current_plan", "_run", "serve"):
         monkeypatch.setattr(CpuRuntime, name, getattr(CpuRuntime, name))  # put back at the end
     monkeypatch.setattr(wrong_plans, "Planter", broken)
     wrong_plans.install(tmp_path)
     assert steps.runtime._run(lambda plan: None) is StepStatus.FAILED
     assert "no plan" in caplog.text
+
+
+class _Graphs(CpuRuntime):
+    """An engine that launches graphs, as far as a planter sees it: what they would read is kept."""
+
+    def _run(self, step: Any) -> StepStatus:
+        plan = self.layouts["Plan"].views(self.plan.buffer)
+        rows = plan["rows"][: int(plan["header"][0]["n_rows"])]
+        self.seen = {name: plan[name].copy() for name in ("token_ids", "positions", "kv_slots")}
+        self.seen["tables"] = self._tables[rows["row"]].copy()
+        return StepStatus.OK
+
+
+def test_wrong_plans_reach_an_engine_of_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: faults that are planted in a plan which the GPU's graphs never read, or stay there for the scheduler."""
+    made = KvSteps(tmp_path)
+    try:
+        for name in ("current_plan", "_run", "serve"):
+            monkeypatch.setattr(CpuRuntime, name, getattr(CpuRuntime, name))
+        made.submit(made.prompt(9), 4)
+        made.runtime.scheduler.poll(1000)
+        assert made.runtime.scheduler.boundary(1001)
+
+        def wrong(plan: Plan) -> Plan:
+            changed = replace(plan, kv_slots=plan.kv_slots + 1, token_ids=plan.token_ids + 2)
+            changed.block_tables[:, 0] += 3
+            return changed
+
+        planter = SimpleNamespace(undo=[])
+        monkeypatch.setattr(wrong_plans, "Planter", lambda *_: _Called(planter, wrong))
+        right = made.runtime.current_plan()
+        before = {n: getattr(right, n).copy() for n in ("token_ids", "positions", "kv_slots", "block_tables")}
+        made.runtime.__class__ = _Graphs
+        monkeypatch.setattr(CpuRuntime, "serve", lambda self, step: self._run(step))
+        wrong_plans.install(tmp_path)
+        made.runtime.serve(lambda plan: None)
+        seen, tokens = made.runtime.seen, len(right.token_ids)  # type: ignore[attr-defined]
+        assert np.array_equal(seen["kv_slots"][:tokens], before["kv_slots"] + 1)
+        assert np.array_equal(seen["token_ids"][:tokens], before["token_ids"] + 2)
+        assert np.array_equal(seen["positions"][:tokens], before["positions"])
+        assert seen["tables"][0, 0] == before["block_tables"][0, 0] + 3
+        assert all(np.array_equal(getattr(right, name), before[name]) for name in ("token_ids", "kv_slots"))
+        assert made.runtime._tables[right.rows["row"][0], 0] == before["block_tables"][0, 0]
+    finally:
+        made.runtime.__class__ = CpuRuntime
+        made.close()
+
+
+class _Called(SimpleNamespace):
+    """A planter whose strike is given."""
+
+    def __init__(self, kept: SimpleNamespace, strike: Any) -> None:
+        super().__init__(undo=kept.undo, strike=strike)
+
+    def __call__(self, plan: Plan) -> Plan:
+        return cast(Plan, self.strike(plan))
 
 
 def _swap_all(plan: Plan) -> Plan:

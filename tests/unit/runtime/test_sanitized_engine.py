@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from blink_core.frontend.engine_client import RingEngineClient, kv_reports
 from blink_core.ops.numpy_ops import NumpyOps
 from blink_core.ops.sanitized_ops import SanitizedOps
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo, SanitizerInfo
+from blink_core.runtime.engine_health import Health
 from blink_core.runtime.engine_main import main, parse_arguments, serve_model
 from blink_core.runtime.kv_sanitizer import SanitizedStep
 from blink_core.runtime.memory import OwnedMemory
@@ -133,7 +135,13 @@ def test_health_tells_of_reports() -> None:
     where = SanitizerInfo("/run/x.jsonl", Memory(counters.fd, counters.nbytes))
     count = kv_reports(replace(made, kv_sanitizer=where))
     assert count is not None
-    client: Any = SimpleNamespace(_failure=None, _state=EngineState.READY, kv_reports=count)
+    alive: dict[str, Any] = {
+        "_failure": None,
+        "_state": EngineState.READY,
+        "_ended": Counter(),
+        "engine_health": Health,
+    }
+    client: Any = SimpleNamespace(**alive, kv_reports=count)
     assert RingEngineClient.health(client).detail == ""
     counters.array(np.uint64, (5,))[3] = 2
     health = RingEngineClient.health(client)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blink_core.abi.enums import EventKind, FinishReason
@@ -15,12 +16,16 @@ from tests.unit.verification.conftest import Rig
 from verification.agreement_record import FILE, AgreementError, find, read, write
 from verification.canonical import CANCELLED, Answer, answers, history_digest, program_digest
 from verification.history import History, Submitted
+from verification.masks import allowed_ids
 from verification.oracles.hf import OracleError
 from verification.oracles.hf_paged import PagedOracle, PagedSizes
+from verification.oracles.sampler import raw_greedy
 from verification.program import Program, RequestSpec
 from verification.properties.agreement import Ran, check
+from verification.properties.token_equivalence import row_of
 from verification.result import Verdict
 from verification.run_context import RunContext
+from verification.suite import test_agreement as suite
 from verification.thresholds import Thresholds
 
 NEW = 12
@@ -88,6 +93,105 @@ def test_disagreements_are_found_and_ties_are_not(tiny3: Rig, ran: list[Ran], li
     ]
     assert check(ran, both, oracles=pair, limits=wide).clause in ("ties", "tokens")
     assert check(ran, both, oracles=pair, limits=wide).verdict is not Verdict.VALID
+
+
+LISTED = 3
+
+
+@pytest.fixture(scope="module")
+def listing(tiny3: Rig) -> list[Ran]:
+    """One greedy answer of HuggingFace with the ids of its best logits beside each token, two an event."""
+    prompt, own = (
+        tuple(tiny3.sequences[0][: tiny3.prompt]),
+        tuple(tiny3.sequences[0][tiny3.prompt : tiny3.prompt + NEW]),
+    )
+    rows = tiny3.hf32.teacher_force([*prompt, *own[:-1]], start=len(prompt) - 1)
+    ids = [tuple(row.argsort()[::-1][:LISTED].tolist()) for row in rows]
+    events = tuple(part for one in ids for part in (one[:2], one[2:]))
+    program = Program((RequestSpec(prompt, SamplingParams(NEW, ignore_eos=True, logprobs=LISTED)),))
+    return [Ran(program, (Answer(0, "FINISH LENGTH", own, events),))]
+
+
+def other_list(listing: list[Ran], at: int, *ids: int) -> list[Ran]:
+    """The same with other alternatives of token `at`."""
+    events = listing[0].answers[0].alternatives
+    return changed(listing, alternatives=(*events[: 2 * at], ids[:2], ids[2:], *events[2 * at + 2 :]))
+
+
+def test_alternatives_tie_within_the_measured_error_only(tiny3: Rig, listing: list[Ran], limits: Thresholds) -> None:
+    """Catches: another order of two equal alternatives called a fault; a wrong, a missing or a repeated alternative
+    called a tie; ties that nobody counts, or as many as there are; tokens behind a tie that are not compared."""
+    pair = (tiny3.hf64, tiny3.hf32)
+    ids = [token for event in listing[0].answers[0].alternatives for token in event]
+    first, second, third = ids[3 * 4 : 3 * 5]
+    swapped = other_list(listing, 4, first, third, second)
+    agreed = check(listing, listing, oracles=pair, limits=limits)
+    assert agreed.ok()
+    assert agreed.measurements["alternatives_compared"].value == LISTED * NEW
+
+    found = check(listing, swapped, oracles=pair, limits=limits)  # far apart for this model
+    assert (found.verdict, found.clause) == (Verdict.INVALID, "alternatives")
+    assert "alternatives of token 4" in found.message
+    assert check(listing, swapped).clause == "alternatives"  # without oracles nothing is a tie
+
+    # A factor by which exactly the gap of these two is within the bound.
+    context = [*listing[0].program.requests[0].prompt, *listing[0].answers[0].tokens[:4]]
+    exact, row = (oracle.teacher_force(context, start=len(context) - 1)[0] for oracle in pair)
+    gap = float(row[second] - row[third]) / float(abs(row - exact).max())
+    wide = limits.model_copy(update={"tokens": limits.tokens.model_copy(update={"regret_factor": gap * 1.01})})
+    tight = limits.model_copy(update={"tokens": limits.tokens.model_copy(update={"regret_factor": gap * 0.99})})
+    tied = check(listing, swapped, oracles=pair, limits=wide)
+    assert tied.ok(), tied
+    assert (tied.measurements["ties_of_alternatives"].value, tied.measurements["ties_between"].value) == (1, 0)
+    assert tied.measurements["tokens_compared"].value == NEW
+    assert check(listing, swapped, oracles=pair, limits=tight).clause == "alternatives"
+
+    behind = changed(swapped, tokens=(*swapped[0].answers[0].tokens[:-1], int(row.argmin())))
+    assert check(listing, behind, oracles=pair, limits=wide).clause == "tokens"
+    for ids_there in ((first, second, second), (first, second, int(row.argmin())), (first, second, 5000)):
+        wrong = check(listing, other_list(listing, 4, *ids_there), oracles=pair, limits=wide)
+        assert (wrong.verdict, wrong.clause) == (Verdict.INVALID, "alternatives"), ids_there
+    fewer = changed(listing, alternatives=listing[0].answers[0].alternatives[:-1])
+    assert check(listing, fewer, oracles=pair, limits=wide).clause == "alternatives"
+
+    both = wide.model_copy(update={"tokens": wide.tokens.model_copy(update={"regret_factor": 1e9})})
+    twice = changed(swapped, alternatives=(*swapped[0].answers[0].alternatives[:-2], (7, 8), (9,)))
+    over = check(listing, twice, oracles=pair, limits=both)
+    assert (over.verdict, over.clause) == (Verdict.INVALID, "ties")
+
+
+def test_ties_know_the_mask(tiny3: Rig, ran: list[Ran], limits: Thresholds) -> None:
+    """Catches: a token that its grammar mask forbids called as good as the one that was chosen."""
+    prompt = ran[0].program.requests[0].prompt
+    (row,) = tiny3.hf32.teacher_force(list(prompt), start=len(prompt) - 1)
+    order, vocab = row.argsort()[::-1].tolist(), len(row)
+    best = order[0]
+    mask_seed = next(seed for seed in range(100) if not allowed_ids(seed, 0, vocab)[best])
+    chosen, second = [token for token in order if allowed_ids(mask_seed, 0, vocab)[token]][:2]
+    spec = RequestSpec(prompt, SamplingParams(2, ignore_eos=True), mask_seed=mask_seed)
+    wide = limits.model_copy(update={"tokens": limits.tokens.model_copy(update={"regret_factor": 1e9})})
+
+    def answered(token: int) -> list[Ran]:
+        return [Ran(Program((spec,)), (Answer(0, "FINISH LENGTH", (1, 1)), Answer(0, "FINISH LENGTH", (token, 1))))]
+
+    one, pair = answered(chosen), (tiny3.hf64, tiny3.hf32)
+    assert check(one, answered(second), oracles=pair, limits=wide).ok()
+    assert check(one, answered(best), oracles=pair, limits=wide).clause == "tokens"
+
+
+def test_disagreements_are_planted_in_a_request_that_any_seed_has() -> None:
+    """Catches: a planted disagreement that with some seeds is none: in a drawn token of which another is as good, in a
+    request that has no tokens, or ends by chance as the planted end says."""
+    for seed in range(300):
+        drawn = suite.draw(seed, 1, 512)[0]
+        program, victim = suite.with_witness(drawn, seed, 512)
+        spec = program.requests[victim]
+        assert program.requests[:victim] == tuple(replace(r, cancel_after=None) for r in drawn.requests)
+        assert (spec.cancel_after, spec.mask_seed, spec.params.stop_token_ids) == (None, None, ())
+        assert (spec.params.ignore_eos, spec.params.max_tokens, spec.params.deadline_us) == (True, suite.NEW, 0)
+        assert len(spec.prompt) + suite.NEW <= suite.LONGEST
+        row = np.zeros(512, np.float32)
+        assert all(raw_greedy(row_of(spec, (0,) * index, row, 0)) for index in range(suite.NEW))
 
 
 def test_other_programs_are_no_agreement(ran: list[Ran]) -> None:

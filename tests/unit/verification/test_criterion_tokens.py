@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from verification.criterion import TokenScores, check_tokens, judge_tokens, score_tokens
+from verification.criterion.yardstick import clopper_pearson, measure_yardstick
 from verification.models import sensitivity
 from verification.oracles.hf import HFOracle
 from verification.result import CheckResult, Verdict
@@ -134,6 +135,26 @@ def test_a_tie_is_counted_and_accepted(limits: Thresholds) -> None:
     assert result.ok(), result
     assert result.measurements["ties"].value == 1
     assert result.measurements["ties"].limit == limits.tokens.ties.maximum
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.99])
+def test_what_was_measured_is_told(limits: Thresholds, confidence: float) -> None:
+    """Catches: a bound or a yardstick of another confidence or percentile than the registered one, or of other rows."""
+    rows = _constructed()
+    rows["hf32"] = rows["hf64"] + np.linspace(1, 2, N)[:, None] * (rows["hf32"] - rows["hf64"])
+    _near_tie(rows, 17, 1.9 * STEP)
+    rows["logits"][40] += 1.0 + np.arange(V) % 2
+    thresholds = limits.tokens.model_copy(update={"confidence": confidence, "reference_percentile": 90.0})
+    measured = check_tokens(**rows, thresholds=thresholds).measurements
+    errors = np.sqrt(np.mean((rows["hf32"] - rows["hf64"]) ** 2, axis=1))
+    expected = measure_yardstick(errors, 0.0, percentile=90.0, confidence=confidence)
+    told = [float(measured[f"hf32_p99{name}"].value) for name in ("", "_low", "_high")]
+    assert told == pytest.approx([expected.value, expected.low, expected.high])
+    for name, count in (("failing_rows", 1), ("ties", 1)):
+        bound = measured[f"{name}_upper"]
+        assert measured[name].value == count
+        assert (bound.value, bound.n) == (clopper_pearson(count, N, confidence)[1], N)
+        assert bound.unit == f"fraction, {confidence:g} bound"
 
 
 def test_more_ties_than_registered_fail(limits: Thresholds) -> None:

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 
 from blink_core.abi.dtypes import LOG_ENTRY, REQUEST, Array
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind
 from verification.certificate.outcomes import PropertyUnknown
 from verification.certificate.recorder import Recorder
+from verification.faults import processes
 from verification.faults.bench import FaultBench
 from verification.faults.judge import check
 from verification.faults.model import (
@@ -25,6 +27,7 @@ from verification.faults.model import (
     Hit,
     LiveRequest,
     Proof,
+    Site,
     find,
     known_faults,
     paused_rows,
@@ -333,3 +336,58 @@ def test_recorded_plan_is_replayed(tmp_path: Path) -> None:
     bench = FaultBench(context, judge, "t", nothing, lambda fault: (nothing, SHAPE))
     assert bench.plan("frontend-kill") == plan
     assert bench.plan("engine-kill") != replace(plan, fault="engine-kill")
+
+
+class StoppedEngine:
+    """A rig whose engine process is stopped, with a status line that a test moves."""
+
+    def __init__(self, when_host_stops: str, **moving: int) -> None:
+        self.description = SimpleNamespace(when_host_stops=when_host_stops)
+        self.options = SimpleNamespace(heartbeat_limit_s=5.0)
+        self.memory, self.words, self.moving = self, {"heartbeat": 7, "steps": 3}, moving
+
+    def status(self, field: str) -> int:
+        self.words[field] += self.moving.get(field, 0)
+        return self.words[field]
+
+    def send(self, process: str, number: int) -> None:
+        assert process == "engine"
+
+    def pid(self, process: str) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("declared", "moving", "delivers", "proven", "wrong"),
+    [
+        ("stands-still", {}, False, True, None),
+        ("stands-still", {"heartbeat": 1}, False, False, None),
+        ("goes-on", {"heartbeat": 1, "steps": 1}, True, True, None),
+        ("goes-on", {}, True, True, "heartbeat, steps stood still"),
+        ("goes-on", {"heartbeat": 1}, True, True, "steps stood still"),
+        ("goes-on", {"heartbeat": 1, "steps": 1}, False, True, "the stream of victim-0 stood still"),
+    ],
+)
+def test_a_stopped_host_is_judged_by_what_its_rig_declares(
+    declared: str,
+    moving: dict[str, int],
+    delivers: bool,
+    proven: bool,
+    wrong: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: a scheduler on a device that stands still with its host and passes; one in the host process whose heart
+    beats on, so that nothing was stopped, taken for a proof."""
+    monkeypatch.setattr(processes, "await_stopped", lambda pid: True)
+    monkeypatch.setattr(processes, "GOES_ON_WITHIN_S", 0.05)
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(status=lambda: psutil.STATUS_STOPPED))
+    victim = call("victim-0", End.OPEN)
+    rig = StoppedEngine(declared, **moving)
+    site = Site(cast(Any, rig), victims=(victim,), pump=lambda seconds: victim.output.extend([4] if delivers else []))
+    fault = find("engine-stop")
+    assert fault.stalls_on(cast(Any, rig.description)) == (declared == "stands-still")
+    fault.inject(site)
+    assert fault.proof(site).holds == proven
+    found = fault.wrong(site)
+    assert (found is None) == (wrong is None)
+    assert wrong is None or wrong in str(found)

@@ -66,6 +66,7 @@ def test_on_and_off_are_the_same() -> None:
     for a, b in (((on, rows(on)), (off, rows(off, nearly))), ((on, rows(on)), (others, rows(others)))):
         result = cache.check_same(*a, *b)
         assert (result.clause, result.verdict) == ("same", "invalid")
+    assert "differ by 0.25 " in cache.check_same(on, rows(on), off, rows(off, 0.75)).message
     silent = history(0, tokens=())
     assert cache.check_same(silent, {}, silent, {}).verdict == "unknown"
 

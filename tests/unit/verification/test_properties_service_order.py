@@ -15,7 +15,7 @@ from blink_core.abi.params import SamplingParams
 from hil_rigs.engine_memory import StateSnapshot
 from verification.history import History, Submitted
 from verification.program import Program, RequestSpec
-from verification.properties.service_order import check_contested, check_service
+from verification.properties.service_order import PROPERTY, check_contested, check_service
 from verification.result import CheckResult, Verdict
 
 CONFIG = EngineConfig(
@@ -41,9 +41,9 @@ def snapshot(entries: Iterable[Entry] = (), *, config: EngineConfig = CONFIG, lo
     )  # fmt: skip
 
 
-def history(ring: int, *costs: int, priority: int = 0, deadline_us: int = 0) -> History:
+def history(ring: int, *costs: int, priority: int = 0, deadline_us: int = 0, logprobs: int = 0) -> History:
     """Requests in slots 0, 1 ... of a ring, of these costs, each with one output token."""
-    params = SamplingParams(1, priority=priority, deadline_us=deadline_us)
+    params = SamplingParams(1, priority=priority, deadline_us=deadline_us, logprobs=logprobs)
     specs = tuple(RequestSpec((1,) * (cost - 1), params) for cost in costs)
     return History(Program(specs), ring, [Submitted(i, i, 1, i) for i in range(len(costs))], complete=True)
 
@@ -124,6 +124,15 @@ def test_a_ring_short_of_credits_claims_nothing() -> None:
     assert verdict([accept(1), accept(0), *tokens, returned, admit(1)], urgent, common) == "class-order"
 
 
+def test_a_token_with_alternatives_takes_many_credits() -> None:
+    """Catches: pauses for want of credits taken for unfair service where a token comes with log probabilities."""
+    urgent, common = history(0, 4, logprobs=20), history(1, 4, priority=2)  # 11 events a token
+    token: Entry = (LogKind.TOKEN, 0, 0, 0, 0, 0)
+    taken = [accept(1), accept(0)]
+    assert verdict([*taken, token, token, admit(1)], urgent, common) == "class-order"
+    assert verdict([*taken, token, token, token, admit(1)], urgent, common) == "valid", "33 + 3 rows of 11 + 8 of 64"
+
+
 def alternate(first: int, second: int, count: int) -> list[Entry]:
     return [admit(ring, slot) for slot in range(count) for ring in (first, second)]
 
@@ -174,6 +183,13 @@ def test_reservation() -> None:
     assert verdict([*held, *[FULL] * 9, STEP], a, b, low) == "valid", "no token was left for it"
     urgent = history(2, 8)
     assert verdict([*taken[:3], admit(0, 0), reserve(1, 1), accept(2), admit(2)], a, b, urgent) == "reservation"
+    many, head, other = history(0, *[8] * 4), history(1, 8), history(2, 8, priority=1)
+    served = [*[accept(0, i) for i in range(4)], accept(1), accept(2), admit(0, 0), admit(0, 1)]
+    steps, rest = [STEP, STEP, STEP], [STEP, admit(0, 2), admit(0, 3)]
+    given_up = [*served, reserve(1, 1), *steps, reserve(0, 1, held=3), *rest]
+    assert verdict(given_up, many, head, other) == "valid", "what its class was charged before does not count"
+    elsewhere = [*served, reserve(1, 2), *steps, reserve(0, 2, held=3), *rest]
+    assert verdict(elsewhere, many, head, other) == "fairness", "of another class it changes nothing"
     waiting_low = history(1, 8, priority=1)
     passed = [accept(1), reserve(1, 1), accept(2), admit(2)]
     assert verdict(passed, waiting_low, urgent) == "valid", "a more urgent one does not wait for it"
@@ -209,6 +225,7 @@ def test_leases() -> None:
 def test_nothing_to_judge_is_unknown() -> None:
     """Catches: a pass where entries were overwritten, of requests that nobody told of, or with nobody admitted."""
     h = history(0, 4)
+    assert {check([accept(0)], h).property, check([accept(0), admit(0)]).property} == {PROPERTY}
     gap = check_service(snapshot(), snapshot([accept(0), admit(0)], lost=5), [h])
     assert (gap.verdict, gap.witness) == (Verdict.UNKNOWN, {"gap": 5})
     assert verdict([accept(0), admit(0), accept(1)], h) == "unknown"

@@ -45,6 +45,7 @@ def test_bad_pairs_are_invalid(name: str) -> None:
         stream = replace(stream, finish_reasons=(None,), deltas=("",))
     result = check(whole, stream)
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
+    assert clause != "character" or result.witness["chunks"] == [2]
 
 
 def test_shown_stop_string_is_invalid() -> None:

@@ -132,6 +132,19 @@ def test_situation_is_seen_where_it_happens_only(name: str) -> None:
     assert name not in seen(*does_not)
 
 
+def test_decode_that_waits_for_credits_though_the_log_shows_none_owed() -> None:
+    """Catches: withheld credits missed where alternatives, which no log shows, have filled the completion queue; taken
+    for a mask that is late; or seen in a request that has more than a token to compute, and so may lack the budget."""
+    prompt = entry(K.PLAN_ROW, a=30, b=30)
+    other = [entry(K.PLAN_ROW, slot=1, a=1, b=1, step=2), entry(K.STEP, a=1, step=2)]
+    assert seen(ACCEPT, ADMIT, prompt, STEP, entry(K.TOKEN), *other)["credits-withheld"] == 1
+    assert "mask-late" not in seen(ACCEPT, ADMIT, prompt, STEP, entry(K.TOKEN), *other)
+    late = seen(ACCEPT, ADMIT, entry(K.MASK, a=0), prompt, STEP, entry(K.TOKEN), *other)
+    assert (late["mask-late"], "credits-withheld" in late) == (1, False)
+    again = [entry(K.PREEMPT), entry(K.ADMIT, c=1)]
+    assert "credits-withheld" not in seen(ACCEPT, ADMIT, prompt, STEP, entry(K.TOKEN), *again, *other)
+
+
 def test_registry_and_observer_know_the_same_names() -> None:
     """Catches: a situation that nothing can ever observe, or one that is observed under a name that nobody expects."""
     plain = {"mask-read", "cancel", "preemption", "refused", "end-of-sequence"}

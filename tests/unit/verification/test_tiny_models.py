@@ -110,7 +110,7 @@ def test_a_model_that_is_not_sensitive_is_refused(
     tmp_path: Path, limits: Thresholds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: assertions at build that cannot fail; the usual initialisation of 0.02 must not get through."""
-    monkeypatch.setattr(tiny, "_moments", lambda name, shape, config: (1.0, 0.0) if "norm" in name else (0.0, 0.02))
+    monkeypatch.setattr(tiny, "moments", lambda name, shape, config: (1.0, 0.0) if "norm" in name else (0.0, 0.02))
     few = limits.tiny_models.model_copy(update={"max_seeds": 2})
     with pytest.raises(NotSensitiveError, match=r"llama-gqa3 in seeds 5 to 6 .*(margin|changed a greedy token)"):
         build_named("llama-gqa3", tmp_path / "flat", seed=5, thresholds=few)

@@ -1,0 +1,186 @@
+"""The watchdog of the gpu rig's engine, and what it reads: recordings of Xid errors, hearts, failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from blink_core.runtime.engine_health import FILE, MOST_NOTICES, HealthReader, HealthWriter
+from blink_core.runtime.gpu_events import EventError, EventSource, GpuEvent, GpuLost, RecordedEvents
+from blink_core.runtime.watchdog import RECORDING, NoEvents, Watchdog
+
+DEADLINE_S = 20.0
+GPU = "0000:01:00.0"
+
+
+class Beats:
+    """A heart that beats at each look until it is told to stand still."""
+
+    def __init__(self) -> None:
+        self.count, self.still, self.looks = 0, False, 0
+
+    def __call__(self) -> int | None:
+        self.looks += 1
+        self.count += not self.still
+        return self.count
+
+
+@contextmanager
+def watching(
+    folder: Path,
+    source: Callable[[], EventSource] = NoEvents,
+    heart: Callable[[], int | None] | None = None,
+    failure: Callable[[], str | None] = lambda: None,
+    limit_s: float = 3600.0,
+) -> Iterator[tuple[Watchdog, list[str]]]:
+    lost: list[str] = []
+    dog = Watchdog(
+        folder, source, heartbeat=heart or Beats(), failure=failure, heartbeat_limit_s=limit_s, on_lost=lost.append
+    )
+    try:
+        yield dog, lost
+    finally:
+        dog.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.01)
+
+
+def recording(folder: Path, *events: GpuEvent) -> Path:
+    path = folder / "recording.jsonl"
+    path.write_text("".join(e.to_json() + "\n" for e in events))
+    return path
+
+
+def test_fatal_xid_ends_the_engine_once_with_its_reason(tmp_path: Path) -> None:
+    """Catches: an Xid after which nothing runs that is passed over, told twice, or told without its number; one of
+    another process's work that ends the engine."""
+    events = [GpuEvent(GPU, 31, 0.0), GpuEvent(GPU, 79, 0.05), GpuEvent(GPU, 48, 0.1)]
+    path = recording(tmp_path, *events)
+    with watching(tmp_path, lambda: RecordedEvents(path)) as (dog, lost):
+        until(lambda: lost)
+    health = HealthReader(tmp_path).read()
+    assert lost == [dog.lost] == ["Xid 79 of GPU 0000:01:00.0: the GPU has fallen off the bus"]
+    assert health.failure is not None
+    assert (health.failure.kind, health.failure.reason) == ("xid", lost[0])
+    assert [n.reason for n in health.notices] == [f"Xid 31 of GPU {GPU}: memory page fault"]
+    assert "Xid 79" in health.detail
+    assert "Xid 31" in health.detail
+
+
+def test_what_was_seen_can_be_replayed(tmp_path: Path) -> None:
+    """Catches: a recording that an engine wrote and that no engine reads, or that says something else."""
+    events = [GpuEvent(GPU, 13, 0.0), GpuEvent(GPU, 79, 0.01)]
+    path = recording(tmp_path, *events)
+    with watching(tmp_path, lambda: RecordedEvents(path)) as (_, lost):
+        until(lambda: lost)
+    again = RecordedEvents(tmp_path / RECORDING)
+    assert [again.wait(5.0), again.wait(5.0), again.wait(0.0)] == [*events, None]
+
+
+def test_heart_that_stands_still_is_a_loss(tmp_path: Path) -> None:
+    """Catches: a step that never ends and leaves nobody on the GPU to say so; a heart that need not beat, of an engine
+    that has stopped, taken for one."""
+    heart = Beats()
+    heart.still = True
+    with watching(tmp_path, heart=heart, limit_s=0.3) as (_, lost):
+        until(lambda: lost)
+    assert lost == ["the scheduler's heart stood still for 0.3 s"]
+    looks = 0
+
+    def stopped() -> int | None:
+        nonlocal looks
+        looks += 1
+        return None
+
+    with watching(tmp_path / "..", heart=stopped, limit_s=0.01) as (dog, lost):
+        until(lambda: looks > 2)
+        assert (lost, dog.lost) == ([], None)
+
+
+def test_pause_of_the_process_is_none_of_the_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an engine process that was stopped for an hour and takes its scheduler for dead at the first look."""
+    heart, now = Beats(), [time.monotonic()]
+    heart.still = True
+    with watching(tmp_path, heart=heart, limit_s=3.0) as (dog, lost):
+        dog._stop.set()
+        dog._thread.join(DEADLINE_S)
+        monkeypatch.setattr("blink_core.runtime.watchdog.time.monotonic", lambda: now[0])
+        dog.look(None)
+        now[0] += 3600.0
+        dog.look(None)
+        assert lost == []
+        for _ in range(5):
+            now[0] += 0.9
+            dog.look(None)
+        assert lost != []
+
+
+def test_failure_of_the_scheduler_is_told_and_the_first_one_stays(tmp_path: Path) -> None:
+    """Catches: an overrun or a refused launch whose reason stays in a log; a later consequence told as the cause."""
+    said = ["step 7 took longer than its limit"]
+    with watching(tmp_path, failure=lambda: said[0]) as (dog, lost):
+        reader = HealthReader(tmp_path)
+        until(lambda: reader.read().failure)
+        assert not dog.health.fail("lost", "the graph has ended")
+        assert lost == []  # the engine says it itself, on the ring
+    failure = reader.read().failure
+    assert failure is not None
+    assert (failure.kind, failure.reason) == ("scheduler", said[0])
+
+
+def test_no_events_and_a_lost_nvml_are_told(tmp_path: Path) -> None:
+    """Catches: Xid errors that nobody watches, without a word; a GPU that NVML no longer reaches taken for quiet."""
+
+    def refused() -> EventSource:
+        raise EventError("NVML does not start: Driver Not Loaded")
+
+    heart = Beats()
+    with watching(tmp_path, refused, heart):
+        assert "not watched: NVML does not start" in HealthReader(tmp_path).read().detail
+        until(lambda: heart.looks > 1)  # the rest is watched all the same
+
+    class Gone(NoEvents):
+        def wait(self, seconds: float) -> GpuEvent | None:
+            raise GpuLost("NVML no longer reaches GPU 0: GPU is lost")
+
+    with watching(tmp_path / "..", Gone) as (_, lost):
+        until(lambda: lost)
+    assert lost == ["NVML no longer reaches GPU 0: GPU is lost"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "line 1"),
+        ('{"after_s": 1, "gpu": "g", "xid": 79}\n{"after_s": 0.5, "gpu": "g", "xid": 79}', "line 2"),
+        ('{"after_s": 0, "gpu": "g", "xid": "often"}', "line 1"),
+        ("nothing", "line 1"),
+    ],
+)
+def test_recordings_that_do_not_hold_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    """Catches: a recording whose bad line is skipped, so that a replay shows less than was recorded."""
+    (tmp_path / "r").write_text(text)
+    with pytest.raises(EventError, match=words):
+        RecordedEvents(tmp_path / "r")
+
+
+def test_notices_are_bounded_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    """Catches: a file that grows with every event of a night; a reader that fails its front end on half a file."""
+    writer, reader = HealthWriter(tmp_path), HealthReader(tmp_path)
+    assert reader.read().detail == ""
+    for i in range(MOST_NOTICES + 6):
+        writer.note("xid", f"Xid {i}")
+    health = reader.read()
+    assert (len(health.notices), health.noticed) == (MOST_NOTICES, MOST_NOTICES + 6)
+    assert f"({MOST_NOTICES + 6} in all)" in health.detail
+    (tmp_path / FILE).write_text("{")
+    assert reader.read() == health
