@@ -91,6 +91,9 @@ class RigDescription(_Strict):
     """One run at a time has the whole rig; False where everything that a run takes is named by its own id."""
     engine_command: tuple[str, ...] = ()
     """Arguments of this Python that start the engine process, before Blink's own; empty: the shipped engine."""
+    when_host_stops: Literal["stands-still", "goes-on"] = "stands-still"
+    """What the engine does while its host process is stopped (SIGSTOP): the scheduler runs in that process and
+    stands-still, or runs on a device and goes-on with streams and new requests. Fault engine-stop holds it to this."""
 
     @model_validator(mode="after")
     def _capabilities_are_known(self) -> Self:

@@ -135,40 +135,48 @@ BLINK_FN void unshare_page(const Context& c, uint32_t request, uint32_t page) {
             c.requests[request].generation, page, p.refs, 0);
 }
 
-// Between steps: enters the request's full pages that no step writes any more. A page that another request entered
-// meanwhile is taken from the cache, and the request's own copy is free again.
+// Enters page `index` of a request, which is full and which no step writes any more. `chain` of the request is its hash.
+// A page that another request entered before, its twin, is taken from the cache, and the request's own copy is free again.
+BLINK_FN void enter_page(const Context& c, uint32_t request, uint32_t index, uint32_t page, uint32_t parent,
+                         int32_t twin) {
+  const Request& q = c.requests[request];
+  const uint32_t size = c.config->page_size;
+  Page& p = c.pages[page];
+  p.owner = -1;
+  if (twin >= 0) {
+    share_page(c, request, index, uint32_t(twin));
+    p.refs = 0;
+    p.state = uint32_t(PageState::FREE);
+    c.free_list[c.head->free_pages++] = page;
+    log_event(c, LogLevel::ALL, LogKind::PAGE_FREE, c.ring_of(request), c.slot_of(request), q.generation, page, 0, 0);
+    return;
+  }
+  p.state = uint32_t(PageState::CACHED);
+  p.hash = q.chain;
+  p.parent = parent;
+  p.children = 0;
+  if (parent != 0) ++c.pages[parent].children;
+  int32_t& bucket = c.buckets[q.chain % c.config->pages];
+  p.bucket_next = bucket;
+  bucket = int32_t(page);
+  const int32_t* tokens = c.tokens_of(request) + index * size;
+  int32_t* copy = c.tokens_of_page(page);
+  for (uint32_t i = 0; i < size; ++i) copy[i] = tokens[i];
+  log_event(c, LogLevel::ALL, LogKind::PAGE_PUBLISH, c.ring_of(request), c.slot_of(request), q.generation, page, index,
+            parent);
+}
+
+// Between steps: enters the request's full pages that no step writes any more.
 BLINK_FN void publish_pages(const Context& c, uint32_t request) {
   Request& q = c.requests[request];
   const uint32_t size = c.config->page_size;
   if (!uses_prefix_cache(c, request)) return;
-  uint32_t* table = c.table_of(uint32_t(q.row));
+  const uint32_t* table = c.table_of(uint32_t(q.row));
   for (; (q.published + 1) * size <= q.computed; ++q.published) {
     const uint32_t index = q.published, page = table[index], parent = index == 0 ? 0 : table[index - 1];
     const int32_t* tokens = c.tokens_of(request) + index * size;
     q.chain = extend_chain(c, q.chain, tokens);
-    const int32_t twin = find_cached(c, parent, q.chain, tokens);
-    Page& p = c.pages[page];
-    p.owner = -1;
-    if (twin >= 0) {
-      share_page(c, request, index, uint32_t(twin));
-      p.refs = 0;
-      p.state = uint32_t(PageState::FREE);
-      c.free_list[c.head->free_pages++] = page;
-      log_event(c, LogLevel::ALL, LogKind::PAGE_FREE, c.ring_of(request), c.slot_of(request), q.generation, page, 0, 0);
-      continue;
-    }
-    p.state = uint32_t(PageState::CACHED);
-    p.hash = q.chain;
-    p.parent = parent;
-    p.children = 0;
-    if (parent != 0) ++c.pages[parent].children;
-    int32_t& bucket = c.buckets[q.chain % c.config->pages];
-    p.bucket_next = bucket;
-    bucket = int32_t(page);
-    int32_t* copy = c.tokens_of_page(page);
-    for (uint32_t i = 0; i < size; ++i) copy[i] = tokens[i];
-    log_event(c, LogLevel::ALL, LogKind::PAGE_PUBLISH, c.ring_of(request), c.slot_of(request), q.generation, page,
-              index, parent);
+    enter_page(c, request, index, page, parent, find_cached(c, parent, q.chain, tokens));
   }
 }
 

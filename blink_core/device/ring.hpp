@@ -284,7 +284,7 @@ BLINK_FN uint32_t poll_ring(const Context& c, uint32_t ring, Group& g) {
     const uint64_t index = rs.sq_next;
     const uint64_t* entry = &m.sq[index & (c.config->sq_entries - 1)];
     const uint64_t word =
-        g.broadcast(g.rank() != 0 ? 0 : taken == 0 ? g.peek(words + 3, entry) : load_acquire(entry));
+        g.broadcast(g.rank() != 0 ? 0 : taken < PEEKED_ENTRIES ? g.peek(words + 3 + taken, entry) : load_acquire(entry));
     if ((uint32_t(word >> SQ_SEQ_SHIFT) & seq_mask) != sq_seq(index)) break;
     const uint32_t op = uint32_t(word >> SQ_OP_SHIFT) & 0xF;
     const uint32_t slot = uint32_t(word >> SQ_SLOT_SHIFT) & (MAX_SLOTS - 1);

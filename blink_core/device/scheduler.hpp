@@ -67,9 +67,10 @@ BLINK_FN bool make_plan(const Context& c) {
   return true;
 }
 
-// Between steps: commit, follow drain and stop, plan. `now`: microseconds. Returns true if a step is to be launched.
+// Between steps: commit, follow drain and stop, plan. `now`: microseconds. Returns true if a step is to be launched. Then
+// `finish_boundary` is due, before anything else but the launch.
 template <class Group>
-BLINK_FN bool step_boundary(const Context& c, Group& g, uint64_t now) {
+BLINK_FN bool begin_boundary(const Context& c, Group& g, uint64_t now) {
   g.sync();
   bool launch = false, stopping = false;
   if (g.rank() == 0) begin_call(c, true, now);
@@ -85,6 +86,14 @@ BLINK_FN bool step_boundary(const Context& c, Group& g, uint64_t now) {
   }
   if (g.rank() == 0) launch = make_plan(c);
   return g.any(launch);
+}
+
+// A whole boundary.
+template <class Group>
+BLINK_FN bool step_boundary(const Context& c, Group& g, uint64_t now) {
+  const bool launch = begin_boundary(c, g, now);
+  finish_boundary(c, g);
+  return launch;
 }
 
 }  // namespace blink

@@ -16,7 +16,9 @@ extern "C" __global__ void blink_boundary(uint8_t* shared, uint8_t* state, uint8
                                           uint64_t now, uint32_t* launch) {
   __shared__ Scratch scratch;
   __shared__ unsigned long long cell;
+  __shared__ NextRow rows[STEADY_ROWS];
   BlockGroup group(scratch, cell);
+  group.begin(rows, STEADY_ROWS);
   const Context c = make_context(shared, state, log, plan);
   const bool go = step_boundary(c, group, now);
   if (threadIdx.x == 0) *launch = go ? 1 : 0;
@@ -26,7 +28,9 @@ extern "C" __global__ void blink_poll(uint8_t* shared, uint8_t* state, uint8_t* 
                                       uint32_t* taken) {
   __shared__ Scratch scratch;
   __shared__ unsigned long long cell;
+  __shared__ NextRow rows[STEADY_ROWS];
   BlockGroup group(scratch, cell);
+  group.begin(rows, STEADY_ROWS);
   const Context c = make_context(shared, state, log, plan);
   const uint32_t n = poll_rings(c, group, now);
   if (threadIdx.x == 0) *taken = n;

@@ -9,15 +9,20 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from blink_core.ops.cuda_modules import Kernels, pointer
+from blink_core.ops.cuda_gemm import CudaWeight
+from blink_core.ops.cuda_modules import Ahead, Kernels, pointer
 
 UNIT = 64  # attention_plan.cu
 TILE_ROWS = 128  # attention_prefill.cu
 HEADS_AT_ONCE = 16  # attention_decode.cu
+THREADS = 128  # of a block of either kernel
 WAVES = 4  # decode blocks wanted, in times of what the GPU holds: evens out the rounding
 MIN_CHUNK = 256  # keys of a split: below, its fixed cost outweighs what more blocks gain
+KEY_PIECE = 512  # keys whose sums are made at once in batch-invariant mode; changes bits
+MAX_PIECES = 1024  # of rows with one new token that have blocks of their own
 HEAD_DIMS = (64, 96, 128)  # of the tensor-core kernels; float32's takes any
 LOG2E = 1.4426950408889634
+AHEAD_OUT = 16 << 20  # bytes of the output projection that are fetched: rope and attention of few rows take that long
 
 
 class PlanParams(ctypes.Structure):
@@ -26,7 +31,7 @@ class PlanParams(ctypes.Structure):
     _fields_ = [
         (n, ctypes.c_int)
         for n in ("heads_work", "target", "fixed_chunk", "min_chunk", "tile_tokens", "window", "max_items", "max_tiles")
-    ]
+    ] + [("piece", ctypes.c_int), ("max_pieces", ctypes.c_int)]
 
 
 class DecodeParams(ctypes.Structure):
@@ -40,6 +45,8 @@ class DecodeParams(ctypes.Structure):
         ("table_stride", ctypes.c_longlong),
         *((n, ctypes.c_int) for n in ("heads", "kv_heads", "max_items")),
         ("scale", ctypes.c_float),
+        ("ahead", ctypes.c_void_p),
+        ("ahead_bytes", ctypes.c_longlong),
     ]
 
 
@@ -50,6 +57,7 @@ class PrefillParams(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("q_stride", ctypes.c_longlong),
         *((n, ctypes.c_void_p) for n in ("k", "v", "out", "counts", "tiles", "block_tables", "tickets")),
+        *((n, ctypes.c_void_p) for n in ("running", "partial", "partial_sums", "arrived")),
         ("table_stride", ctypes.c_longlong),
         *((n, ctypes.c_int) for n in ("heads", "kv_heads", "window")),
         ("scale", ctypes.c_float),
@@ -118,7 +126,9 @@ class StepArrays:
 class CudaAttentionPlan:
     """Work list of one step for one window, made by :meth:`make` on the device; its memory is fixed at creation.
 
-    ``max_rows``, ``max_tokens``: of a step. ``fixed_chunk``: keys of a split in batch-invariant mode, else None.
+    ``max_rows``, ``max_tokens``: of a step. ``fixed_chunk``: keys of a decode row's split whatever the batch; None: as
+    the batch allows. ``invariant``: a token gets the same bits in any step, by decode as by prefill: 16-bit types take
+    the prefill kernel for every row, which then makes each token's sums for pieces of KEY_PIECE keys, cut by position.
     """
 
     def __init__(
@@ -130,12 +140,14 @@ class CudaAttentionPlan:
         *,
         window: int | None = None,
         fixed_chunk: int | None = None,
+        invariant: bool = False,
         max_context: int = 1 << 17,
     ) -> None:
         if kernels.dtype != "float32" and shape.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim is {shape.head_dim}, {kernels.dtype} attention has kernels for {HEAD_DIMS}")
         self.kernels, self.shape, self.window = kernels, shape, window
         self.arrays: StepArrays | None = None
+        self.all_tiles = invariant and kernels.dtype != "float32"
         places = 2 * cp.cuda.Device().attributes["MultiProcessorCount"]
         target = WAVES * places
         if fixed_chunk is not None and (fixed_chunk < UNIT or fixed_chunk % UNIT):
@@ -144,23 +156,31 @@ class CudaAttentionPlan:
         max_items = max_rows + splits
         tile_tokens = TILE_ROWS // shape.group
         max_tiles = max_rows + -(-max_tokens // tile_tokens)
+        self._blocks = places  # of the prefill kernel, each of which keeps sums of its own in batch-invariant mode
+        running = 1
+        if self.all_tiles:
+            max_items, max_tiles = 1, max_tiles + MAX_PIECES
+            running = self._blocks * shape.head_dim * THREADS
         self._params = PlanParams(
-            shape.blocks_per_item, target, fixed_chunk or 0, MIN_CHUNK, tile_tokens, window or 0, max_items, max_tiles
-        )
+            shape.blocks_per_item, target, fixed_chunk or 0, MIN_CHUNK, tile_tokens, window or 0, max_items, max_tiles,
+            KEY_PIECE if self.all_tiles else 0, MAX_PIECES,
+        )  # fmt: skip
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self.counts = cp.zeros(4, cp.int32)
         self.items = cp.zeros((max_items, 8), cp.int32)
-        self.tiles = cp.zeros((max_tiles, 4), cp.int32)
+        self.tiles = cp.zeros((max_tiles, 8 if self.all_tiles else 4), cp.int32)
         self.token_rows = cp.zeros(max_tokens, cp.int32)
-        self.partial = cp.zeros((max_items, shape.heads, shape.head_dim), cp.float32)
-        self.partial_sums = cp.zeros((max_items, shape.heads, 2), cp.float32)
+        parts = MAX_PIECES if self.all_tiles else max_items
+        self.partial = cp.zeros((parts, shape.heads, shape.head_dim), cp.float32)
+        self.partial_sums = cp.zeros((parts, shape.heads, 2), cp.float32)
+        self.running = cp.zeros(running, cp.float32)
         self.tickets = cp.zeros(2, cp.int32)
         self.arrived = cp.zeros((max_rows, shape.blocks_per_item), cp.int32)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the plan."""
-        arrays = (self.items, self.tiles, self.token_rows, self.partial, self.partial_sums, self.arrived)
+        arrays = (self.items, self.tiles, self.token_rows, self.partial, self.partial_sums, self.arrived, self.running)
         return int(sum(a.nbytes for a in arrays))
 
     def make(self, arrays: StepArrays) -> None:
@@ -187,12 +207,14 @@ class CudaAttentionPlan:
         *,
         decode: bool,
         prefill: bool,
+        ahead: CudaWeight | None = None,
     ) -> None:
         """Attention of the step's tokens over one layer's pages.
 
         ``q``: [T, ., head_dim], query heads first, rows ``q_stride`` elements apart. ``k``, ``v`` [pages, page_size,
         kv_heads, head_dim]. ``out`` [T, heads * head_dim]. ``decode``, ``prefill``: whether rows of one or of several
-        new tokens can be in the step.
+        new tokens can be in the step. ``ahead``: weight of the product that follows, which decode blocks without work
+        fetch into the L2.
         """
         if self.arrays is None:
             raise ValueError("the attention plan has not been made")
@@ -209,26 +231,25 @@ class CudaAttentionPlan:
                 *tables, *tail, scale,
             )  # fmt: skip
             kernel = self.kernels.get("attention_strict.cu", "attention_strict", **defines)
-            kernel.launch(min(q.shape[0] * s.heads, kernel.places(128)), 128, params)
+            kernel.launch(min(q.shape[0] * s.heads, kernel.places(THREADS)), THREADS, params)
             return
         row = (s.head_dim + 8) * 2
-        if decode:
+        if decode and not self.all_tiles:
             kernel = self.kernels.get("attention_decode.cu", "attention_decode", 4 * 3 * 2 * 16 * row, **defines)
+            fetched = Ahead(None if ahead is None else ahead.nk, q.shape[0], AHEAD_OUT)
             decode_params = DecodeParams(
                 *common, pointer(self.counts), pointer(self.items), pointer(a.block_tables), pointer(self.partial),
                 pointer(self.partial_sums), pointer(self.arrived), stride, s.heads, s.kv_heads, self.items.shape[0],
-                scale * LOG2E,
+                scale * LOG2E, fetched.address, fetched.nbytes,
             )  # fmt: skip
-            kernel.launch(kernel.places(128), 128, decode_params)
-        if prefill:
+            kernel.launch(kernel.places(THREADS), THREADS, decode_params)
+        if prefill or self.all_tiles:
+            defines |= {"KEY_PIECE": KEY_PIECE} if self.all_tiles else {}
             kernel = self.kernels.get("attention_prefill.cu", "attention_prefill", (128 + 4 * 64) * row, **defines)
             prefill_params = PrefillParams(
-                *common,
-                pointer(self.counts),
-                pointer(self.tiles),
-                pointer(a.block_tables),
-                pointer(self.tickets),
-                *tail,
-                scale * LOG2E,
-            )
-            kernel.launch(kernel.places(128), 128, prefill_params)
+                *common, pointer(self.counts), pointer(self.tiles), pointer(a.block_tables), pointer(self.tickets),
+                pointer(self.running), pointer(self.partial), pointer(self.partial_sums), pointer(self.arrived),
+                *tail, scale * LOG2E,
+            )  # fmt: skip
+            places = kernel.places(THREADS)
+            kernel.launch(min(places, self._blocks) if self.all_tiles else places, THREADS, prefill_params)

@@ -2,6 +2,10 @@
 
 Weights are [out, in], as HuggingFace stores them. cuBLASLt comes through nvmath's bindings with an explicit workspace,
 so that it can be captured.
+
+In batch-invariant mode a row has the same bits in a product of any number of rows. float32's kernel has that by itself.
+For 16-bit types gemm_skinny.cu takes up to 16 rows and gemm_fixed.cu, which adds in the same order, all others.
+cuBLASLt, whose order depends on the shape, takes none, and no product norms its input: that norm has its own order.
 """
 
 from __future__ import annotations
@@ -25,8 +29,13 @@ SKINNY_STATIC = 12 * 1024  # shared memory beside the dynamic, at most
 MAX_SHARED_ATTRIBUTE = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 NORM_ROWS = 8  # rows whose norm the product itself can compute
 TILE_SHARED = 4 * (64 + 128) * (32 + 8) * 2
+FIXED_SHARED = 48 << 10  # gemm_fixed.cu, all shapes
+FIXED_ROWS = 16  # in batch-invariant mode the skinny kernel takes up to so many
 WORKSPACE = 64 << 20
-HEURISTICS = 8
+HEURISTICS = 12
+LEAST_PIECE = 256  # rows: with fewer, reading the weight again costs more than can be gained
+CLEARLY = 0.98  # of another choice's time: what counts as faster
+ONE_PIECE = -1
 RESULT_BYTES = 96  # cublasLtMatmulHeuristicResult_t, whose first field is the algorithm
 
 
@@ -74,6 +83,7 @@ class Gemm:
     kernels: Kernels
     sm_count_target: int = 0  # of cuBLASLt's kernels, 0: all
     skinny_rows: int = SKINNY_ROWS
+    invariant: bool = False  # batch-invariant mode
     _lt: CublasLt | None = field(default=None, repr=False)
 
     def __call__(
@@ -100,8 +110,17 @@ class Gemm:
         elif self.kernels.dtype == "float32":
             kernel = self.kernels.get("gemm_tile.cu", "tile")
             kernel.launch(kernel.places(256), 256, _params(x, weight, out, residual, n))
+        elif self.invariant:
+            self.fixed(x, weight, out, residual)
         else:
             self.library()(x, weight, out, residual)
+
+    def pieces(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> list[slice]:
+        """Rows of x that cuBLASLt takes at once in the product, as it was tuned; all, where own kernels take it."""
+        rows = x.shape[0]
+        own = self.kernels.dtype == "float32" or self.invariant or self._skinny(*x.shape)
+        count = 1 if own else self.library().plan(x, weight, out).pieces
+        return [slice(i * rows // count, (i + 1) * rows // count) for i in range(count)]
 
     def library(self) -> CublasLt:
         """cuBLASLt's products, made on first use; for as many multiprocessors as the kernels may use now."""
@@ -114,25 +133,54 @@ class Gemm:
     def silu(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, norm: Norm | None = None) -> bool:
         """``out = silu(gate) * up`` in one kernel, where there is one; else nothing, and False."""
         if not self._skinny(x.shape[0], x.shape[1]):
+            if self.invariant and self.kernels.dtype != "float32":
+                self.fixed(x, weight, out, None, silu=True)
+                return True
             return False
         self._own(x, weight, out, None, silu=True, norm=norm, normed=None)
         return True
 
+    def adds_residual(self, rows: int) -> bool:
+        """Whether a product of ``rows`` rows should add its residual itself: own kernels do so for nothing, and a
+        product that norms its input needs it done; with cuBLASLt the norm that follows does it at less cost."""
+        return self.kernels.dtype == "float32" or self.invariant or rows <= self.skinny_rows
+
     def norms(self, rows: int, k: int) -> bool:
         """Whether products of ``rows`` rows of ``k`` can norm their input themselves."""
-        if not self._skinny(rows, k) or rows > NORM_ROWS:
+        if self.invariant or not self._skinny(rows, k) or rows > NORM_ROWS:
             return False
         limit: int = cp.cuda.runtime.deviceGetAttribute(MAX_SHARED_ATTRIBUTE, cp.cuda.Device().id)
         return SKINNY_NORM_RING + rows * (k + SKINNY_PAD) * 2 + SKINNY_STATIC <= limit
 
     def tile(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.ndarray | None = None) -> None:
-        """The same product by the own tile kernel: a row has the same bits in any batch."""
+        """The same product by the own tile kernel: a row has the same bits in any batch. Raises as :meth:`fixed`."""
+        self._whole_steps(weight)
         shared, threads = (0, 256) if self.kernels.dtype == "float32" else (TILE_SHARED, 128)
         kernel = self.kernels.get("gemm_tile.cu", "tile", shared)
         kernel.launch(kernel.places(threads), threads, _params(x, weight, out, residual, weight.nk.shape[0]))
 
+    def fixed(
+        self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.ndarray | None, *, silu: bool = False
+    ) -> None:
+        """The product of any number of rows with the bits of the skinny kernel (16-bit types). ``silu``: :meth:`silu`.
+
+        Raises ValueError unless the inputs are a multiple of 32.
+        """
+        rows = x.shape[0]
+        self._whole_steps(weight)
+        width = "32" if rows <= 32 else "64" if rows <= 64 else "many"
+        kernel = self.kernels.get("gemm_fixed.cu", f"fixed_{'silu_' if silu else ''}{width}", FIXED_SHARED)
+        n = weight.nk.shape[0] // (2 if silu else 1)
+        kernel.launch(kernel.places(128), 128, _params(x, weight, out, residual, n))
+
+    def _whole_steps(self, weight: CudaWeight) -> None:
+        k = weight.nk.shape[-1]
+        if self.kernels.dtype != "float32" and k % SKINNY_K:
+            raise ValueError(f"own {self.kernels.dtype} products take a multiple of {SKINNY_K} inputs, got {k}")
+
     def _skinny(self, rows: int, k: int) -> bool:
-        return self.kernels.dtype != "float32" and rows <= min(self.skinny_rows, 16) and k % SKINNY_K == 0
+        most = FIXED_ROWS if self.invariant else min(self.skinny_rows, FIXED_ROWS)
+        return self.kernels.dtype != "float32" and rows <= most and k % SKINNY_K == 0
 
     def _own(
         self,
@@ -179,8 +227,10 @@ class Gemm:
         """One product an expert: weight [experts, out, in], rows sorted by expert in ``blocks`` (count, int4 list).
 
         ``width``: rows of a block at most, 8 (own skinny kernel) or 64 (tiles). ``gather``: row of x of each sorted
-        row; ``scatter``: row of out. With ``silu`` the weight is [experts, 2 * out, in].
+        row; ``scatter``: row of out. With ``silu`` the weight is [experts, 2 * out, in]. Raises ValueError in 16-bit
+        types unless the inputs are a multiple of 32: their kernels take so many at once and would drop the rest.
         """
+        self._whole_steps(weight)
         n = weight.nk.shape[1] // (2 if silu else 1)
         p = _params(x, weight, out, None, n)
         p.n_blocks, p.blocks = pointer(blocks[0]), pointer(blocks[1])
@@ -192,6 +242,8 @@ class Gemm:
             return
         if self.kernels.dtype == "float32":
             kernel, threads = self.kernels.get("gemm_tile.cu", "grouped_tile"), 256
+        elif self.invariant:
+            kernel, threads = self.kernels.get("gemm_fixed.cu", f"grouped_fixed{suffix}", FIXED_SHARED), 128
         else:
             kernel, threads = self.kernels.get("gemm_tile.cu", f"grouped_tile{suffix}", TILE_SHARED), 128
         kernel.launch(kernel.places(threads), threads, p)
@@ -235,14 +287,21 @@ class CublasLt:
         residual: cp.ndarray | None,
         algorithm: int | None = None,
     ) -> None:
-        """As :class:`Gemm`. ``algorithm``: place in the heuristic's list, by default the tuned one or the first."""
+        """As :class:`Gemm`. ``algorithm``: place in the heuristic's list, by default the tuned one or the first, in as
+        many pieces as were found the fastest; ``ONE_PIECE``: that one, all rows at once."""
         plan = self.plan(x, weight, out)
+        if algorithm is None and plan.pieces > 1:
+            each = x.shape[0] // plan.pieces
+            for i in range(plan.pieces):
+                rows = slice(i * each, (i + 1) * each)
+                self(x[rows], weight, out[rows], None if residual is None else residual[rows], ONE_PIECE)
+            return
         beta, c = (self._zero, out) if residual is None else (self._one, residual)
         if residual is not None and out.dtype == cp.float32:
             raise ValueError("a residual needs an output of the element type")
         if weight.bias is not None:
             self._set(plan.desc, self._lt.MatmulDescAttribute.BIAS_POINTER, pointer(weight.bias), np.uint64)
-        choice = plan.best if algorithm is None else algorithm
+        choice = plan.best if algorithm is None or algorithm == ONE_PIECE else algorithm
         self._lt.matmul(
             self._handle, plan.desc, self._one.ctypes.data, pointer(weight.nk), plan.a, pointer(x), plan.b,
             beta.ctypes.data, pointer(c), plan.c, pointer(out), plan.c,
@@ -251,35 +310,59 @@ class CublasLt:
         )  # fmt: skip
 
     def tune(self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, repeats: int = 7) -> list[float]:
-        """Time each algorithm over ``weights`` (several, so that they do not stay in L2) and keep the fastest.
+        """Time each algorithm over ``weights`` (several, so that they do not stay in L2) and keep the fastest; with
+        many rows also that of halves and quarters of them, one after the other.
 
-        Returns microseconds of each.
+        Returns microseconds of each algorithm for all rows at once.
         """
+        plan = self._tune_algorithm(x, weights, out, repeats)
+        times = plan.times
+        plan.pieces, fastest = 1, times[plan.best]
+        for pieces in (2, 4):
+            rows = x.shape[0] // pieces
+            if rows < LEAST_PIECE or x.shape[0] % pieces:
+                continue
+            self._tune_algorithm(x[:rows], weights, out[:rows], repeats)
+            before, plan.pieces = plan.pieces, pieces
+            found = self._time(x, weights, out, None, repeats)
+            if found < CLEARLY * fastest:
+                fastest = found
+            else:
+                plan.pieces = before
+        return times
+
+    def _tune_algorithm(self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, repeats: int) -> _Plan:
+        """Find the fastest algorithm for all rows at once."""
         plan = self.plan(x, weights[0], out)
-        times = []
+        if not plan.times:
+            plan.times = [self._time(x, weights, out, i, repeats) for i in range(plan.count)]
+            best = int(np.argmin(plan.times))
+            # The heuristic's own first choice stays unless another is clearly faster.
+            plan.best = best if plan.times[best] < CLEARLY * plan.times[0] else 0
+        return plan
+
+    def _time(
+        self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, algorithm: int | None, repeats: int
+    ) -> float:
+        """Microseconds of a product: the least of ``repeats``."""
         stream = cp.cuda.Stream(non_blocking=True)
         cp.cuda.Device().synchronize()
         with stream:
-            for i in range(plan.count):
-                self(x, weights[0], out, None, i)
-                stream.begin_capture()
-                for w in weights:
-                    self(x, w, out, None, i)
-                graph = stream.end_capture()
+            self(x, weights[0], out, None, algorithm)
+            stream.begin_capture()
+            for w in weights:
+                self(x, w, out, None, algorithm)
+            graph = stream.end_capture()
+            graph.launch(stream)
+            runs = []
+            for _ in range(repeats):
+                begin, end = cp.cuda.Event(), cp.cuda.Event()
+                begin.record(stream)
                 graph.launch(stream)
-                runs = []
-                for _ in range(repeats):
-                    begin, end = cp.cuda.Event(), cp.cuda.Event()
-                    begin.record(stream)
-                    graph.launch(stream)
-                    end.record(stream)
-                    end.synchronize()
-                    runs.append(cp.cuda.get_elapsed_time(begin, end) * 1e3 / len(weights))
-                times.append(min(runs))
-        best = int(np.argmin(times))
-        # The heuristic's own first choice stays unless another is clearly faster.
-        plan.best = best if times[best] < 0.98 * times[0] else 0
-        return times
+                end.record(stream)
+                end.synchronize()
+                runs.append(cp.cuda.get_elapsed_time(begin, end) * 1e3 / len(weights))
+        return float(min(runs))
 
     def plan(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> _Plan:
         """Descriptors and algorithms for a shape, made on first use."""
@@ -331,3 +414,5 @@ class _Plan:
     results: np.ndarray[Any, np.dtype[np.uint8]]
     count: int
     best: int = 0
+    pieces: int = 1
+    times: list[float] = field(default_factory=list)  # microseconds of each algorithm, once tuned

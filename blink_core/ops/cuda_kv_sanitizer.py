@@ -17,9 +17,11 @@ from blink_core.abi.config import EngineConfig
 from blink_core.ops.cuda_modules import Kernel
 from blink_core.ops.cuda_sources import source
 from blink_core.ops.kv_tags import TAG_WORDS
-from blink_core.ops.kv_tags_abi import OWN, ROW_INFO, VIEW, KvTagsParams
+from blink_core.ops.kv_tags_abi import OWN, ROW_INFO, VIEW, KvHostMemory, KvTagsParams
 
 BLOCK = 256
+MAX_REPORTS, RECORD_BYTES = 1000, 72
+TAKE_LIMIT_NS = 10_000_000_000
 KERNELS = ("kv_tags_begin", "kv_tags_append", "kv_tags_check", "kv_tags_report", "kv_tags_end")
 _STATE = ("config", "requests", "sampling", "pages", "tokens", "block_tables")
 _PLAN = ("header", "rows", "results")
@@ -28,9 +30,8 @@ _PLAN = ("header", "rows", "results")
 class CudaKvSanitizer:
     """Tags of a KV pool on the GPU.
 
-    tags uint64 [2, layers, pages, page_size, TAG_WORDS]. counters uint64 [len(KV_COUNTERS)] and reports [max_reports]
-    of ``REPORT_RECORD`` (72 bytes): what the host reads; give views of pinned host memory to read them while a resident
-    scheduler runs (`runtime.kv_report.KvReport.from_record`).
+    tags uint64 [2, layers, pages, page_size, TAG_WORDS]. counters uint64 [len(KV_COUNTERS)]. reports uint8
+    [max_reports * 72], ``REPORT_RECORD``s (`runtime.kv_report.KvReport.from_record`), unless they are host memory's.
     """
 
     def __init__(
@@ -42,14 +43,13 @@ class CudaKvSanitizer:
         plan: int,
         view: Mapping[str, cp.ndarray],
         options: tuple[str, ...],
-        max_reports: int = 1000,
-        record_bytes: int = 72,
-        counters: cp.ndarray | None = None,
-        reports: cp.ndarray | None = None,
+        redo: int = 0,
+        host: KvHostMemory | None = None,
     ) -> None:
         """state, plan: device addresses of the scheduler's regions. view: what step_view makes of the plan, by name:
         token_ids, positions, kv_slots, row_starts, context_lens, table_rows. options: NVRTC's for kernels that read the
-        plan's records (`runtime.nvrtc.step_options`)."""
+        plan's records (`runtime.nvrtc.step_options`). redo: address of the pass that runs, see redo.cuh, 0: there are
+        none. host: where the host is told while a resident scheduler runs; without it read counters and reports."""
         requests = config.rings * config.slots
         self._config, self._layers, self._view = config, layers, view
         self.tags = cp.zeros((2, layers, config.pages, config.page_size, TAG_WORDS), cp.uint64)
@@ -58,8 +58,8 @@ class CudaKvSanitizer:
         self.rows = cp.zeros(config.max_rows * ROW_INFO.itemsize, cp.uint8)
         self.first = cp.full(config.max_rows, (1 << 64) - 1, cp.uint64)
         self.condemned = cp.zeros(requests, cp.uint64)
-        self.counters = cp.zeros(5, cp.uint64) if counters is None else counters
-        self.reports = cp.zeros(max_reports * record_bytes, cp.uint8) if reports is None else reports
+        self.counters = cp.zeros(5, cp.uint64)
+        self.reports = cp.zeros(MAX_REPORTS * RECORD_BYTES if host is None else 1, cp.uint8)
         sections = {name: part.sections for name, part in config.layouts().items()}
         at = {name: state + sections["State"][name].offset for name in _STATE}
         at |= {f"plan_{name}": plan + sections["Plan"][name].offset for name in _PLAN}
@@ -67,8 +67,10 @@ class CudaKvSanitizer:
             at["config"], at["plan_header"], at["plan_rows"], at["requests"], at["sampling"], at["pages"],
             at["tokens"], at["block_tables"], at["plan_results"],
             *(int(view[name].data.ptr) for name in VIEW),
-            *(int(getattr(self, name).data.ptr) for name in OWN),
-            layers, max_reports,
+            *(int(getattr(self, name).data.ptr) for name in OWN[:-1]),
+            int(self.reports.data.ptr) if host is None else host.reports,
+            redo, host.told if host else 0, host.offered if host else 0, TAKE_LIMIT_NS,
+            layers, host.max_reports if host else MAX_REPORTS,
         )  # fmt: skip
         module = cp.RawModule(code=source("kv_sanitizer.cu"), backend="nvrtc", options=options)
         self._kernels = {name: Kernel(name, module.get_function(name)) for name in KERNELS}

@@ -59,7 +59,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self.shared
         config.hStream = driver.CUstream(cp.cuda.get_current_stream().ptr)
-        if dependent:
+        if dependent and (self.owner is None or self.owner.dependent):
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -85,6 +85,27 @@ def _argument(value: Any) -> Any:
     return value
 
 
+AHEAD_BYTES = 8 << 20  # of a weight: what memory delivers while a kernel without much to read runs
+AHEAD_ROWS = 256  # tokens of a step up to which its products are bound by reading their weights
+
+
+class Ahead:
+    """What kernels may fetch into the L2 for the product after them: ``address`` and ``nbytes``, 0 for nothing.
+
+    ``weight``: that product's, or None. ``rows``: of its step.
+    """
+
+    def __init__(self, weight: cp.ndarray | None, rows: int, most: int = AHEAD_BYTES) -> None:
+        self.address = self.nbytes = 0
+        if weight is not None and 0 < rows <= AHEAD_ROWS:
+            self.address, self.nbytes = pointer(weight), min(int(weight.nbytes), most) // 16 * 16
+
+    @property
+    def arguments(self) -> tuple[ctypes.c_void_p, ctypes.c_longlong]:
+        """As a kernel's last two arguments."""
+        return ctypes.c_void_p(self.address), ctypes.c_longlong(self.nbytes)
+
+
 def pointer(array: cp.ndarray | None) -> int:
     """Device address of ``array``, 0 for None: a field of a parameter structure."""
     return 0 if array is None else int(array.data.ptr)
@@ -96,11 +117,13 @@ class Kernels:
 
     Compile and launch each once before any capture or resident kernel: a kernel loaded lazily beside a spinning one
     never starts. ``dtype``: float32, bfloat16 or float16. ``reserved``: multiprocessors that launches leave alone,
-    because a resident block fills one: a grid of one block each would wait for the last of them.
+    because a resident block fills one: a grid of one block each would wait for the last of them. ``dependent``: whether
+    launches use programmatic dependence.
     """
 
     dtype: str
     reserved: int = 0
+    dependent: bool = True
     _modules: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     _kernels: dict[tuple[Any, ...], Kernel] = field(default_factory=dict, repr=False)
 

@@ -1,15 +1,48 @@
-"""A mixture of experts on the GPU: route, sort tokens by expert, two grouped products, combine (design section 7)."""
+"""A mixture of experts on the GPU: route, sort tokens by expert, two grouped products, combine (design section 7).
+
+One token in a 16-bit type has kernels of its own: its products read whole rows of the chosen experts, choose them
+themselves, and the last adds up what the experts made.
+"""
 
 from __future__ import annotations
+
+import ctypes
 
 import cupy as cp
 
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
-from blink_core.ops.cuda_modules import Kernels
+from blink_core.ops.cuda_modules import Ahead, Kernels, multiprocessors, pointer
 
 # Tokens a step up to which the experts' products are bound by reading the weights: blocks of 8 rows, else of 64.
 SKINNY_TOKENS = 64
-MAX_EXPERTS, MAX_TOP_K = 512, 16  # moe.cu
+MAX_EXPERTS, MAX_TOP_K = 512, 16  # moe.cu, moe_one.cu
+ONE_THREADS, ROUTER_WARPS = 256, 4
+ONE_HIDDEN = 4096  # elements of a token that the router's kernel holds
+GATE_UP_RING, DOWN_RING = 8 * 14 * 1024, 8 * 8 * 1024
+ONE_SHARED = 160 * 1024  # of a block at most, so that the device has it
+
+
+class RouterParams(ctypes.Structure):
+    """``RouterParams`` of moe_one.cu."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("x", "norm", "normed", "router", "logits")),
+        ("experts", ctypes.c_int),
+        ("hidden", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class OneParams(ctypes.Structure):
+    """``OneParams`` of moe_one.cu."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("x", "logits", "gate_up", "down", "acted", "residual", "out")),
+        *((n, ctypes.c_void_p) for n in ("index", "weight")),
+        *((n, ctypes.c_int) for n in ("experts", "top_k", "hidden", "inner", "normalize")),
+        ("ahead", ctypes.c_void_p),
+        ("ahead_bytes", ctypes.c_longlong),
+    ]
 
 
 class CudaMoe:
@@ -65,14 +98,19 @@ class CudaMoe:
         residual: cp.ndarray | None = None,
         norm: Norm | None = None,
         normed: cp.ndarray | None = None,
+        ahead: CudaWeight | None = None,
     ) -> None:
         """``out = residual + mixture(x)``: x [T, hidden]; ``residual`` may be ``out``.
 
         ``router`` [experts, hidden]; ``gate_up`` [experts, 2 * inner, hidden]; ``down`` [experts, hidden, inner].
         ``sizes``: see StepArrays; only its tokens bring experts in. ``norm``: of x first, into ``normed`` [T, hidden];
-        only where ``Gemm.norms`` says that the router's product can.
+        only where ``Gemm.norms`` says that the router's product can. ``ahead``: weight of the product that follows, of
+        which some may be fetched into the L2.
         """
         tokens, hidden = x.shape
+        if self.takes_one(tokens, hidden):
+            self._one(x, router, gate_up, down, out, normalize, residual, norm, normed, ahead)
+            return
         k = self._top_k
         logits = self.logits[:tokens]
         if norm is None:
@@ -101,7 +139,58 @@ class CudaMoe:
             self._gemm.grouped(x, gate_up, both, blocks, width, gather=self._tokens)
             silu = self._kernels.get("elementwise.cu", "silu_multiply")
             parts = -(-self._inner // 2048)
-            silu.launch(tokens * k * parts, 256, both, acted, self._inner, parts)
+            grid = tokens * k * parts
+            silu.launch(grid, 256, both, acted, self._inner, parts, grid, *Ahead(None, 0).arguments)
         self._gemm.grouped(acted, down, self._parts[: tokens * k], blocks, width, scatter=self._pairs)
         combine = self._kernels.get("moe.cu", "moe_combine")
         combine.launch(tokens, 256, self._parts, self.index, self.weight, residual, out, hidden, k)
+
+    def takes_one(self, tokens: int, hidden: int) -> bool:
+        """Whether the kernels for one token take a step of ``tokens`` tokens. In batch-invariant mode they take none:
+        a token would have other bits in company."""
+        shared = max(GATE_UP_RING + hidden * 2, DOWN_RING + self._top_k * self._inner * 2)
+        fits = hidden <= ONE_HIDDEN and hidden % 8 == 0 and self._inner % 8 == 0 and shared <= ONE_SHARED
+        return tokens == 1 and fits and self._kernels.dtype != "float32" and not self._gemm.invariant
+
+    def _one(
+        self,
+        x: cp.ndarray,
+        router: CudaWeight,
+        gate_up: CudaWeight,
+        down: CudaWeight,
+        out: cp.ndarray,
+        normalize: bool,
+        residual: cp.ndarray | None,
+        norm: Norm | None,
+        normed: cp.ndarray | None,
+        ahead: CudaWeight | None,
+    ) -> None:
+        if norm is not None and normed is None:
+            raise ValueError("a mixture that norms its input needs the array `normed`")
+        hidden, inner, experts = x.shape[1], self._inner, self._experts
+        weight = None if norm is None else norm.weight
+        shapes = (
+            (router, (experts, hidden)),
+            (gate_up, (experts, 2 * inner, hidden)),
+            (down, (experts, hidden, inner)),
+        )
+        for given, shape in shapes:
+            if given.nk.shape != shape or given.bias is not None:
+                raise ValueError(f"a weight of {list(given.nk.shape)} without bias, expected {list(shape)}")
+        params = RouterParams(
+            pointer(x), pointer(weight), pointer(normed), pointer(router.nk), pointer(self.logits), experts, hidden,
+            0.0 if norm is None else norm.eps,
+        )  # fmt: skip
+        held = 8 if hidden <= 2048 else 16
+        self._kernels.get("moe_one.cu", f"moe_router_one_{held}").launch(-(-experts // ROUTER_WARPS), 128, params)
+        fetched = Ahead(None if ahead is None else ahead.nk, 1)
+        one = OneParams(
+            pointer(x if norm is None else normed), pointer(self.logits), pointer(gate_up.nk), pointer(down.nk),
+            pointer(self._acted), pointer(residual), pointer(out), pointer(self.index), pointer(self.weight),
+            experts, self._top_k, hidden, inner, int(normalize), fetched.address, fetched.nbytes,
+        )  # fmt: skip
+        blocks = multiprocessors(self._kernels.reserved)
+        first = self._kernels.get("moe_one.cu", "moe_gate_up_one", GATE_UP_RING + hidden * 2)
+        first.launch(blocks, ONE_THREADS, one)
+        second = self._kernels.get("moe_one.cu", "moe_down_one", DOWN_RING + self._top_k * inner * 2)
+        second.launch(blocks, ONE_THREADS, one)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
-from blink_core.ops.cuda_modules import Kernels
+from blink_core.ops.cuda_modules import Ahead, Kernels, multiprocessors
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_sampling import CudaSampler
 
@@ -62,11 +62,12 @@ def to_host(array: cp.ndarray, dtype: str) -> npt.NDArray[np.float32]:
 class CudaOps:
     """The operations of one element type. Not safe for use from several threads."""
 
-    def __init__(self, dtype: str = "bfloat16", *, sm_count_target: int = 0) -> None:
-        """``sm_count_target``: multiprocessors that cuBLASLt's kernels may fill, 0 for all (design section 6)."""
-        self.dtype = dtype
+    def __init__(self, dtype: str = "bfloat16", *, sm_count_target: int = 0, batch_invariant: bool = False) -> None:
+        """``sm_count_target``: multiprocessors that cuBLASLt's kernels may fill, 0 for all (design section 6).
+        ``batch_invariant``: a token's results have the same bits whatever else is in the step."""
+        self.dtype, self.batch_invariant = dtype, batch_invariant
         self.kernels = Kernels(dtype)
-        self.gemm = Gemm(self.kernels, sm_count_target)
+        self.gemm = Gemm(self.kernels, sm_count_target, invariant=batch_invariant)
         self.storage = STORAGE[dtype]
         self._vector: int = 16 // np.dtype(self.storage).itemsize
         self._sms: int = cp.cuda.Device().attributes["MultiProcessorCount"]
@@ -104,24 +105,46 @@ class CudaOps:
         return self._norm(x, None, weight, eps, out)
 
     def add_rms_norm(
-        self, x: cp.ndarray, delta: cp.ndarray, weight: cp.ndarray, eps: float, out: cp.ndarray | None = None
+        self,
+        x: cp.ndarray,
+        delta: cp.ndarray,
+        weight: cp.ndarray,
+        eps: float,
+        out: cp.ndarray | None = None,
+        *,
+        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
-        """``x += delta`` in place, then the norm of x; delta like x."""
-        return self._norm(x, delta, weight, eps, out)
+        """``x += delta`` in place, then the norm of x; delta like x. ``ahead``: weight of the product that follows, of
+        which some is fetched into the L2 meanwhile."""
+        return self._norm(x, delta, weight, eps, out, ahead)
+
+    def _ahead(self, weight: CudaWeight | None, rows: int) -> tuple[Ahead, int]:
+        """What a kernel fetches for the product of ``rows`` rows after it, and how many blocks do that."""
+        ahead = Ahead(None if weight is None else weight.nk, rows if self.dtype != "float32" else 0)
+        return ahead, multiprocessors(self.kernels.reserved) if ahead.nbytes else 0
 
     def _norm(
-        self, x: cp.ndarray, delta: cp.ndarray | None, weight: cp.ndarray, eps: float, out: cp.ndarray | None
+        self,
+        x: cp.ndarray,
+        delta: cp.ndarray | None,
+        weight: cp.ndarray,
+        eps: float,
+        out: cp.ndarray | None,
+        following: CudaWeight | None = None,
     ) -> cp.ndarray:
         n = self._width(x)
         out = cp.empty_like(x) if out is None else out
         groups = weight.shape[0] if weight.ndim == 2 else 1
         rows = x.size // n
-        # Few rows: all threads that can help; many: four vectors a thread, so that more rows are under way.
-        threads = min(1024, max(32, -(-n // ((1 if rows <= 256 else 4) * self._vector) // 32) * 32))
+        # Few rows: all threads that can help; many: four vectors a thread, so that more rows are under way. The order
+        # of the sum follows from it, so where bits count (float32 is for checks) it does not depend on the rows.
+        wide = rows <= 256 or self.batch_invariant or self.dtype == "float32"
+        threads = min(1024, max(32, -(-n // ((1 if wide else 4) * self._vector) // 32) * 32))
         if n > 4 * threads * self._vector:
             raise ValueError(f"a norm over {n} elements, expected at most {4 * 1024 * self._vector}")
+        ahead, more = self._ahead(following, rows)
         kernel = self.kernels.get("elementwise.cu", "rms_norm")
-        kernel.launch(rows, threads, x, delta, weight, out, n, groups, eps)
+        kernel.launch(rows + more, threads, x, delta, weight, out, n, groups, eps, rows, *ahead.arguments)
         return out
 
     def add(self, x: cp.ndarray, delta: cp.ndarray) -> None:
@@ -153,15 +176,19 @@ class CudaOps:
         self.gemm(x, weight, out, residual=residual, norm=norm, normed=None if norm is None else normed)
         return out
 
-    def silu_mul(self, gate_up: cp.ndarray, out: cp.ndarray | None = None) -> cp.ndarray:
-        """silu(gate) * up: [T, 2 * inner], gate in the first half -> [T, inner]."""
+    def silu_mul(
+        self, gate_up: cp.ndarray, out: cp.ndarray | None = None, *, ahead: CudaWeight | None = None
+    ) -> cp.ndarray:
+        """silu(gate) * up: [T, 2 * inner], gate in the first half -> [T, inner]. ``ahead``: of :meth:`add_rms_norm`."""
         tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         if inner % self._vector:
             raise ValueError(f"{inner} inner elements are not a multiple of {self._vector}")
         out = self.empty(tokens, inner) if out is None else out
         kernel = self.kernels.get("elementwise.cu", "silu_multiply")
         parts = -(-inner // (2 * THREADS * self._vector))
-        kernel.launch(tokens * parts, THREADS, gate_up, out, inner, parts)
+        fetched, more = self._ahead(ahead, tokens)
+        blocks = tokens * parts
+        kernel.launch(blocks + more, THREADS, gate_up, out, inner, parts, blocks, *fetched.arguments)
         return out
 
     def gate_up_silu(
@@ -173,16 +200,22 @@ class CudaOps:
         *,
         norm: Norm | None = None,
         normed: cp.ndarray | None = None,
+        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
         """``silu_mul(linear(x, weight))``: x [T, in], weight [2 * inner, in] -> [T, inner]; one kernel for few rows.
 
-        ``scratch`` [T, 2 * inner]: needed under capture with many rows. ``norm``, ``normed``: see :meth:`linear`.
+        ``scratch`` [T, 2 * inner]: needed under capture with many rows. ``norm``, ``normed``: see :meth:`linear`;
+        ``ahead``: see :meth:`add_rms_norm`.
         """
         out = self.empty(x.shape[0], weight.nk.shape[0] // 2) if out is None else out
         if norm is not None and not self.gemm.norms(*x.shape):
             x, norm = self.rms_norm(x, norm.weight, norm.eps, normed), None
-        if not self.gemm.silu(x, weight, out, norm):
-            self.silu_mul(self.linear(x, weight, scratch), out)
+        if self.gemm.silu(x, weight, out, norm):
+            return out
+        scratch = self.empty(x.shape[0], weight.nk.shape[0]) if scratch is None else scratch
+        # Piece by piece where the product is faster so: then its output is still in the L2 when it is read.
+        for rows in self.gemm.pieces(x, weight, scratch):
+            self.silu_mul(self.linear(x[rows], weight, scratch[rows]), out[rows], ahead=ahead)
         return out
 
     def route(self, logits: cp.ndarray, top_k: int, *, normalize: bool) -> tuple[cp.ndarray, cp.ndarray]:
@@ -267,13 +300,15 @@ class CudaOps:
         *,
         decode: bool = True,
         prefill: bool = True,
+        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
         """Causal attention over the pages: q [T, heads (or more), head_dim] -> [T, heads * head_dim].
 
-        ``decode``, ``prefill``: see :meth:`CudaAttentionPlan.attend`. Tokens of padding get no output.
+        ``decode``, ``prefill``: see :meth:`CudaAttentionPlan.attend`. Tokens of padding get no output. ``ahead``: see
+        :meth:`add_rms_norm`; of a decode step.
         """
         out = self.empty(q.shape[0], plan.shape.heads * plan.shape.head_dim) if out is None else out
-        plan.attend(q, q.strides[0] // q.itemsize, k_pages, v_pages, out, decode=decode, prefill=prefill)
+        plan.attend(q, q.strides[0] // q.itemsize, k_pages, v_pages, out, decode=decode, prefill=prefill, ahead=ahead)
         return out
 
     # ------------------------------------------------------------------------------------------------------------------

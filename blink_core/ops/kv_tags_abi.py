@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,5 +25,19 @@ class KvTagsParams(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("token_pool", "block_tables", "results")),
         *((n, ctypes.c_void_p) for n in VIEW),
         *((n, ctypes.c_void_p) for n in OWN),
+        *((n, ctypes.c_void_p) for n in ("redo", "told", "offered")),
+        ("limit_ns", ctypes.c_uint64),
         *((n, ctypes.c_uint32) for n in ("layers", "max_reports")),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class KvHostMemory:
+    """Host memory that the kernels write while the host reads it, by address: reports [max_reports] of
+    ``REPORT_RECORD``; told uint64 [len(KV_COUNTERS)], of which the host writes the number of reports it has taken;
+    offered uint64, the number of those that are there."""
+
+    reports: int
+    told: int
+    offered: int
+    max_reports: int

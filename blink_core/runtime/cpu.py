@@ -106,6 +106,11 @@ class CpuRuntime:
         return _native.load_acquire(self._status + _STATUS[field])
 
     @property
+    def step_in_flight(self) -> bool:
+        """Whether a plan has been given out and its results not taken yet."""
+        return bool(self._header["in_flight"][0])
+
+    @property
     def step_given_up(self) -> bool:
         """For the step that runs: whether the engine stops and no longer waits for it. The boundary that says so then
         ends its requests and frees their pages, and no other plan follows."""

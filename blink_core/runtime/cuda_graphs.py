@@ -58,11 +58,14 @@ class StepGraphs:
         device: bool,
         tail: Callable[[Bucket], bool] = lambda bucket: False,
         turns: int = 2,
+        apart: bool = True,
     ) -> None:
         """Runs every bucket once on the empty plan, which loads every kernel, and then captures it.
 
         turns: executables of a bucket that is launched fire-and-forget: one that has told its end may not be free yet.
+        apart: a graph for each bucket; without it they only run here, and :meth:`work` says what to capture elsewhere.
         """
+        self._step = step
         self.stream = cp.cuda.Stream(non_blocking=True)
         cp.cuda.Device().synchronize()
         self._kept: list[Any] = []
@@ -73,12 +76,19 @@ class StepGraphs:
         self.stream.synchronize()
         for bucket in buckets:
             resident = device and not tail(bucket)
+            if not apart:
+                self.graphs.append(StepGraph(bucket, (), True))
+                continue
             graph = capture(self.stream, partial(step.run, bucket, resident=resident))
             self._kept.append(graph)
             count = turns if resident else 1
             executables = tuple(instantiate(graph, self.stream, device=device) for _ in range(count))
             self.graphs.append(StepGraph(bucket, executables, device and tail(bucket)))
         log.info("%d step graphs, %d executables", len(self.graphs), self.executables)
+
+    def work(self, graph: StepGraph) -> Callable[[], None]:
+        """What launches the step of a bucket on the current stream, where all of the GPU is its own."""
+        return partial(self._step.run, graph.bucket, resident=False)
 
     @property
     def executables(self) -> int:

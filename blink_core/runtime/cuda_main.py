@@ -2,8 +2,8 @@
 
 Takes engine_main's arguments too. Loads the model onto the GPU, captures its step graphs, launches the scheduler,
 writes `DIR/engine.json` and `DIR/gpu.json` (what was built: graphs, memory, times), and sleeps until SIGTERM (stop), or
-SIGUSR1 (drain) and then SIGTERM. Exit status 2 and one line on standard error: it could not
-start; 4: the engine was lost.
+SIGUSR1 (drain) and then SIGTERM; meanwhile its watchdog keeps `DIR/health.json`. Exit status 2 and one line on standard
+error: it could not start; 4: the engine was lost, and `health.json` says why.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from blink_core.abi.config import ConfigError, EngineConfig
+from blink_core.abi.enums import EngineState
 from blink_core.models.errors import ModelError
+from blink_core.runtime.cpu import CpuRuntime
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.runtime.engine_main import NOOP_VOCAB, ORPHAN_GRACE_S, engine_config, parse_arguments
+from blink_core.runtime.gpu_events import EventSource, NvmlEvents, RecordedEvents
 from blink_core.runtime.parent import EXIT_ORPHANED, ParentWatch
+from blink_core.runtime.watchdog import Watchdog
 from blink_core.transport.interface import TransportError
+from blink_core.transport.shm import Segment
 
 if TYPE_CHECKING:
     from blink_core.runtime.cuda_model import CudaNetwork
@@ -31,7 +39,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("blink.cuda")
 
+
+class Watched(Protocol):
+    """What the watchdog needs of a runtime."""
+
+    segment: Segment
+
+    def status(self, field: str) -> int: ...
+
+
 EXIT_LOST = 4
+HEARTBEAT_MARGIN_S = 10.0  # beyond the longest step: the copies of KV pages for verification, among others
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,31 +57,30 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.N
     """Arguments of this module, and those of every engine."""
     parser = argparse.ArgumentParser(prog="blink-engine-gpu", add_help=False)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: float32 in check modes, else bfloat16")
-    parser.add_argument("--launch", choices=("host", "fire", "tail", "auto"), default="auto")
+    parser.add_argument("--launch", choices=("host", "fire", "tail", "switch", "auto"), default="auto")
     parser.add_argument("--step-limit", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--gpu-events", type=Path, metavar="FILE", help="Xid errors of a recording, not of the driver")
     parser.add_argument("--run-limit", type=float, default=0.0, metavar="SECONDS", help="stop when idle after so long")
     own, rest = parser.parse_known_args(argv)
     return own, parse_arguments(rest)
 
 
 def dtype_of(own: argparse.Namespace, args: argparse.Namespace, head_dim: int) -> str:
-    """The element type. Token equivalence and batch invariance are decided in float32 [design 9], which also takes
-    heads of sizes that the tensor-core kernels do not."""
+    """The element type. Token equivalence is decided in float32 [design 9], which is also what batch-invariant mode
+    means unless another one is asked for, and takes heads of sizes that the tensor-core kernels do not."""
     from blink_core.ops.cuda_attention import HEAD_DIMS
 
     if own.dtype == "auto":
         strict = args.capture or args.batch_invariant or head_dim not in HEAD_DIMS
         return "float32" if strict else "bfloat16"
-    if args.batch_invariant and own.dtype != "float32":
-        raise ConfigError(f"--batch-invariant on the GPU is float32's, not {own.dtype}'s")
     return str(own.dtype)
 
 
 def load(own: argparse.Namespace, args: argparse.Namespace) -> tuple[EngineConfig, CudaNetwork | None]:
     """Configuration and network; None for the no-op model. Raises ConfigError or ModelError."""
-    if args.kv_sanitizer:
-        raise ConfigError("the KV sanitizer is not part of the GPU runtime yet")
     if args.model is None:
+        if args.kv_sanitizer:
+            raise ConfigError("--kv-sanitizer needs a model: the no-op model has no KV rows")
         return engine_config(args, NOOP_VOCAB, (), 1 << 20), None
     from blink_core.models.load_config import load_config
     from blink_core.ops.cuda_ops import CudaOps
@@ -71,11 +88,11 @@ def load(own: argparse.Namespace, args: argparse.Namespace) -> tuple[EngineConfi
 
     m = load_config(args.model)
     config = engine_config(args, m.vocab_size, m.eos_token_ids, m.max_position_embeddings)
-    if not m.keys_are_final(config.max_len):
-        shorter = m.rope.original_max or config.max_len
-        log.warning("LongRoPE: sequences of at most %d tokens, not %d", shorter, config.max_len)
-        config = replace(config, max_len=shorter)
-    return config, load_network(args.model, CudaOps(dtype_of(own, args, m.head_dim)), config.max_len)
+    if config.prefix_cache and not m.keys_are_final(config.max_len):
+        log.info("prefix cache off: sequences beyond %s tokens have their keys computed anew", m.rope.original_max)
+        config = replace(config, prefix_cache=0)
+    ops = CudaOps(dtype_of(own, args, m.head_dim), batch_invariant=args.batch_invariant)
+    return config, load_network(args.model, ops, config.max_len)
 
 
 def describe(args: argparse.Namespace, runtime: Runtime, network: CudaNetwork | None) -> EngineDescriptor:
@@ -97,6 +114,47 @@ def describe(args: argparse.Namespace, runtime: Runtime, network: CudaNetwork | 
         log=Memory(runtime.log.fd, runtime.log.nbytes),
         kv=Memory(runtime.kv.fd, runtime.kv.nbytes) if runtime.kv else None,
         capture=str(args.run_dir / "capture.bin") if args.capture and network is not None else None,
+        kv_sanitizer=runtime.sanitizer_info,
+    )
+
+
+def event_source(recording: Path | None) -> EventSource:
+    """Xid errors of a recording, or else of the GPU that CUDA gave this process. Raises EventError."""
+    if recording is not None:
+        return RecordedEvents(recording)
+    import cupy
+
+    return NvmlEvents(cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id))
+
+
+def watch(
+    own: argparse.Namespace, args: argparse.Namespace, runtime: Watched, failure: Callable[[], str | None] | None = None
+) -> Watchdog:
+    """The engine's watchdog. failure: of a device-driven engine, whose main thread asks the watchdog for its verdict.
+    Without it the process is ended from here, because the main thread may be waiting for a step for ever; the heart of
+    its scheduler beats on meanwhile, so the steps are looked at."""
+
+    def heartbeat() -> int | None:
+        if runtime.status("state") in (EngineState.STOPPED, EngineState.FAILED):
+            return None
+        if isinstance(runtime, CpuRuntime):
+            return runtime.status("steps") if runtime.step_in_flight else None
+        return runtime.status("heartbeat")
+
+    def end(reason: str) -> None:
+        if failure is None:
+            print(f"blink engine: {reason}", file=sys.stderr, flush=True)
+            runtime.segment.close()
+            os._exit(EXIT_LOST)
+
+    return Watchdog(
+        args.run_dir,
+        lambda: event_source(own.gpu_events),
+        heartbeat=heartbeat,
+        failure=failure or (lambda: None),
+        heartbeat_limit_s=own.step_limit + HEARTBEAT_MARGIN_S,
+        on_lost=end,
+        watched="the step in flight" if isinstance(runtime, CpuRuntime) else "the scheduler's heart",
     )
 
 
@@ -110,7 +168,7 @@ def stop_orphan(runtime: Runtime) -> None:
 
 def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
     """Serves until told to stop."""
-    from blink_core.runtime.launch import LaunchOptions, make_runtime
+    from blink_core.runtime.launch import EngineLost, HostDriven, LaunchOptions, make_runtime
 
     parent = ParentWatch(args.exit_with_parent)
     begin = time.monotonic()
@@ -121,6 +179,7 @@ def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
         capture=args.run_dir / "capture.bin" if args.capture else None,
         step_limit_s=own.step_limit,
         run_limit_s=own.run_limit,
+        kv_sanitizer=args.run_dir / "kv-sanitizer.jsonl" if args.kv_sanitizer else None,
     )
     with parent.hold():
         runtime = make_runtime(config, args.segment, network, options)
@@ -136,7 +195,16 @@ def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
         (args.run_dir / "gpu.json").write_text(json.dumps(report, indent=1))
         log.info("built: %s", json.dumps(report))
         describe(args, runtime, network).write(args.run_dir / "engine.json")
-        runtime.serve()
+        failure = None if isinstance(runtime, HostDriven) else runtime.failure
+        with closing(watch(own, args, runtime, failure)) as watchdog:
+            try:
+                if isinstance(runtime, HostDriven):
+                    runtime.serve()
+                else:
+                    runtime.serve(lost=lambda: watchdog.lost)
+            except EngineLost as error:
+                watchdog.health.fail("lost", str(error))
+                raise
         log.info("stopped after %d steps", runtime.status("steps"))
     finally:
         runtime.close()
@@ -163,8 +231,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"blink engine: {e}", file=sys.stderr)
         return 2
     except EngineLost as e:
-        print(f"blink engine: {e}", file=sys.stderr)
-        return EXIT_LOST
+        print(f"blink engine: {e}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(EXIT_LOST)  # CUDA's own end would wait for work that never ends
     return 0
 
 

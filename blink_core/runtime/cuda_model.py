@@ -16,7 +16,7 @@ from blink_core.models.load_config import load_config
 from blink_core.models.loaders import WeightReader, open_source
 from blink_core.models.qwen3_moe import SparseMlp
 from blink_core.models.registry import FAMILIES
-from blink_core.ops.cuda_gemm import CudaWeight
+from blink_core.ops.cuda_gemm import SKINNY_K, CudaWeight
 from blink_core.ops.cuda_ops import CudaOps, to_device
 from blink_core.ops.rope import RotaryTable
 
@@ -48,7 +48,8 @@ class CudaLayer:
 @dataclass(frozen=True, slots=True)
 class CudaNetwork:
     """``embedding`` and ``head.nk`` [vocab padded to a multiple of 4, hidden]; ``tables``: cosines and sines float32
-    [positions, rotated / 2]."""
+    [positions, rotated / 2]. ``original_max``: 0, or LongRoPE's original maximum where sequences may outgrow it: then
+    the long table's positions follow the short one's."""
 
     config: ModelConfig
     ops: CudaOps
@@ -57,6 +58,7 @@ class CudaNetwork:
     head: CudaWeight
     norm: cp.ndarray
     tables: tuple[cp.ndarray, cp.ndarray]
+    original_max: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +84,7 @@ class CudaNetwork:
 def load_network(path: Path, ops: CudaOps, max_len: int) -> CudaNetwork:
     """Reads a GGUF file or a HuggingFace folder into device memory, one weight at a time. Raises ModelError."""
     config = load_config(path)
-    check_supported(config, ops.dtype, max_len)
+    check_supported(config, ops)
     family = FAMILIES[config.architecture]
     reader = WeightReader(open_source(path, family, config))
     # The families prepare their weights through the operations they are given: CudaOps' are uploaded as they are read.
@@ -91,18 +93,21 @@ def load_network(path: Path, ops: CudaOps, max_len: int) -> CudaNetwork:
     return upload(decoder, ops, max_len)
 
 
-def check_supported(config: ModelConfig, dtype: str, max_len: int) -> None:
+def check_supported(config: ModelConfig, ops: CudaOps) -> None:
     """Raises ModelError for what the GPU runtime cannot compute."""
-    if not config.keys_are_final(max_len):
-        raise ModelError(
-            f"LongRoPE sequences beyond {config.rope.original_max} tokens are not computed on the GPU yet: start with "
-            f"max_len of at most that, not {max_len}"
-        )
+    dtype = ops.dtype
     if dtype != "float32" and config.head_dim not in (64, 96, 128):
         raise ModelError(f"head_dim is {config.head_dim}: {dtype} attention has kernels for 64, 96 and 128")
-    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
-        if size % 8:
-            raise ModelError(f"{name} is {size}: GPU products need a multiple of 8")
+    # gemm_skinny.cu's and gemm_fixed.cu's chunks; cuBLASLt and float32 have no such limit.
+    unit = SKINNY_K if ops.batch_invariant and dtype != "float32" else 8
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    sizes["num_heads * head_dim"] = config.num_heads * config.head_dim
+    if config.experts is not None:
+        sizes["intermediate_size of an expert"] = config.experts.intermediate_size
+    for name, size in sizes.items():
+        if size % unit:
+            mode = f" in batch-invariant {dtype}" if unit == SKINNY_K else ""
+            raise ModelError(f"{name} is {size}: GPU products{mode} need a multiple of {unit}")
 
 
 def upload(decoder: Decoder, ops: CudaOps, max_len: int) -> CudaNetwork:
@@ -140,8 +145,9 @@ def upload(decoder: Decoder, ops: CudaOps, max_len: int) -> CudaNetwork:
             )
         )
     return CudaNetwork(
-        config, ops, tuple(layers), embedding, head, to_device(weights.norm, ops.dtype), rotary_tables(config, max_len)
-    )
+        config, ops, tuple(layers), embedding, head, to_device(weights.norm, ops.dtype), rotary_tables(config, max_len),
+        original_max(config, max_len),
+    )  # fmt: skip
 
 
 def random_network(config: ModelConfig, ops: CudaOps, max_len: int, seed: int = 0) -> CudaNetwork:
@@ -151,7 +157,7 @@ def random_network(config: ModelConfig, ops: CudaOps, max_len: int, seed: int = 
     """
     if ops.dtype != "bfloat16":
         raise ModelError(f"random weights are bfloat16, not {ops.dtype}")
-    check_supported(config, ops.dtype, max_len)
+    check_supported(config, ops)
     rng = cp.random.RandomState(seed)
     ones = cp.full(config.hidden_size, 0x3F80, cp.uint16)
 
@@ -194,15 +200,24 @@ def random_network(config: ModelConfig, ops: CudaOps, max_len: int, seed: int = 
         )
     head = CudaWeight(draw(-(-c.vocab_size // 4) * 4, c.hidden_size))
     embedding = head.nk if c.tie_word_embeddings else draw(c.vocab_size, c.hidden_size)
-    return CudaNetwork(config, ops, tuple(layers), embedding, head, ones, rotary_tables(config, max_len))
+    return CudaNetwork(
+        config, ops, tuple(layers), embedding, head, ones, rotary_tables(config, max_len), original_max(config, max_len)
+    )
 
 
 def rotary_tables(config: ModelConfig, max_len: int) -> tuple[cp.ndarray, cp.ndarray]:
     """Cosines and sines of positions up to ``max_len``: float32 [max_len, rotated / 2] each, as the host computes
-    them."""
-    table = RotaryTable(config.rope.frequencies(), config.rope.attention_factor)
-    cos, sin = table(np.arange(max_len, dtype=np.int32))
-    return cp.asarray(np.ascontiguousarray(cos[:, 0])), cp.asarray(np.ascontiguousarray(sin[:, 0]))
+    them. With :func:`original_max` [2 * max_len, ...]: those of the long table behind those of the short one."""
+    rope = config.rope
+    kinds = [rope.frequencies()] + [rope.frequencies(long=True)] * bool(original_max(config, max_len))
+    tables = [RotaryTable(f, rope.attention_factor)(np.arange(max_len, dtype=np.int32)) for f in kinds]
+    cos, sin = (np.concatenate([table[i][:, 0] for table in tables]) for i in range(2))
+    return cp.asarray(cos), cp.asarray(sin)
+
+
+def original_max(config: ModelConfig, max_len: int) -> int:
+    """LongRoPE's original maximum if sequences of ``max_len`` tokens outgrow it, else 0."""
+    return 0 if config.keys_are_final(max_len) else int(config.rope.original_max or 0)
 
 
 def _padded(weight: CudaWeight) -> CudaWeight:

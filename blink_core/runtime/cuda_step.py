@@ -18,13 +18,16 @@ from blink_core.abi.capture import record_dtype
 from blink_core.abi.config import EngineConfig
 from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
 from blink_core.ops.cuda_gemm import CudaWeight, Norm
-from blink_core.ops.cuda_modules import Kernel
+from blink_core.ops.cuda_kv_sanitizer import CudaKvSanitizer
+from blink_core.ops.cuda_modules import Kernel, pointer
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_sampling import SAMPLE_ROW, CudaSampler
 from blink_core.ops.cuda_sources import source
+from blink_core.ops.kv_tags_abi import KvHostMemory
 from blink_core.runtime.cuda_memory import device_view
 from blink_core.runtime.cuda_model import CudaLayer, CudaNetwork
 from blink_core.runtime.nvrtc import step_options
+from blink_core.runtime.redo import REDO
 from blink_core.runtime.serve_abi import (
     MAX_PLANS,
     CaptureEndParams,
@@ -112,8 +115,16 @@ class CudaStep:
         kv: cp.ndarray,
         memory: StepMemory,
         capture: CaptureMemory | None = None,
+        sanitizer: KvHostMemory | None = None,
     ) -> None:
-        """kv: [2, layers, pages, page_size, kv_heads, head_dim] of the element type."""
+        """kv: [2, layers, pages, page_size, kv_heads, head_dim] of the element type. sanitizer: where the KV sanitizer
+        reports; None: it is off and nothing of it is launched. Raises ValueError for a prefix cache of pages that
+        LongRoPE computes anew."""
+        if network.original_max and config.prefix_cache:
+            raise ValueError(
+                f"sequences beyond {network.original_max} tokens have their keys computed anew: no prefix cache with "
+                f"max_len {config.max_len}"
+            )
         self.network, self.config, self._memory, self._capture = network, config, memory, capture
         self._keys, self._values = kv
         ops, m = network.ops, network.config
@@ -124,10 +135,19 @@ class CudaStep:
         if len(windows) > MAX_PLANS:
             raise ValueError(f"the model has {len(windows)} attention windows, at most {MAX_PLANS}")
         self._plans = {
-            w: CudaAttentionPlan(ops.kernels, self._shape, rows, tokens, window=w, max_context=config.max_len)
+            w: CudaAttentionPlan(
+                ops.kernels,
+                self._shape,
+                rows,
+                tokens,
+                window=w,
+                invariant=ops.batch_invariant,
+                max_context=config.max_len,
+            )
             for w in sorted(windows, key=lambda w: w or 0)
         }
         self._view_arrays(rows, tokens)
+        self.sanitizer = None if sanitizer is None else self._sanitized(sanitizer)
         self._activations(rows, tokens)
         width = max(1, config.max_logprobs)
         self._sampler = CudaSampler(ops.kernels, m.vocab_size, rows, rows, width=config.max_logprobs)
@@ -149,10 +169,21 @@ class CudaStep:
         self.table_rows, self.sample_tokens = cp.zeros(rows, cp.int32), cp.zeros(rows, cp.int32)
         self.sample_rows = cp.zeros(rows * SAMPLE_ROW.itemsize, cp.uint8)
         self.begun = cp.zeros(1, cp.uint64)
+        # LongRoPE: the pass that runs ahead of a plan, and each token's row of the rotary tables.
+        self.redo = cp.zeros(REDO.itemsize, cp.uint8) if self.network.original_max else None
+        self.angles = self.positions if self.redo is None else cp.zeros(tokens, cp.int32)
         state = self.config.layouts()["State"].sections
         self._tables = device_view(
             self._memory.state + state["block_tables"].offset, (self.config.max_rows, self.config.max_pages), cp.uint32
         )
+
+    def _sanitized(self, host: KvHostMemory) -> CudaKvSanitizer:
+        names = ("token_ids", "positions", "kv_slots", "row_starts", "context_lens", "table_rows")
+        return CudaKvSanitizer(
+            self.config, self.network.config.num_layers, state=self._memory.state, plan=self._memory.plan,
+            view={name: getattr(self, name) for name in names}, options=step_options(),
+            redo=pointer(self.redo), host=host,
+        )  # fmt: skip
 
     def _activations(self, rows: int, tokens: int) -> None:
         ops, m = self._ops, self.network.config
@@ -160,7 +191,8 @@ class CudaStep:
         self.x, self._h = ops.empty(tokens, m.hidden_size), ops.empty(tokens, m.hidden_size)
         self._delta = ops.empty(tokens, m.hidden_size)
         self._qkv = ops.empty(tokens, width * m.head_dim)
-        self._attended = ops.empty(tokens, m.num_heads * m.head_dim)
+        # Padding tokens have no attention, but products read their rows: never what memory happened to hold.
+        self._attended = cp.zeros((tokens, m.num_heads * m.head_dim), ops.storage)
         self._both = ops.empty(tokens, 2 * m.intermediate_size)
         self._acted = ops.empty(tokens, m.intermediate_size)
         self._picked, self._final = ops.empty(rows, m.hidden_size), ops.empty(rows, m.hidden_size)
@@ -182,6 +214,8 @@ class CudaStep:
         ops, tokens = self._ops, bucket.tokens
         ops.kernels.reserved = int(resident)
         self._launch_view(bucket)
+        if self.sanitizer is not None:
+            self.sanitizer.begin()
         x, h, delta = self.x[:tokens], self._h[:tokens], self._delta[:tokens]
         ops.embedding(self.network.embedding, self.token_ids[:tokens], x)
         arrays = StepArrays(
@@ -195,11 +229,11 @@ class CudaStep:
         pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
         for index, layer in enumerate(self.network.layers):
             if not fused:
-                self._norm(x, pending, layer.attention_norm, h)
+                self._norm(x, pending, layer.attention_norm, h, layer.qkv)
             pending = self._attend(index, layer, bucket, x if fused else h, fused)
             if not fused:
-                self._norm(x, pending, layer.mlp_norm, h)
-            pending = self._mlp(layer, tokens, x if fused else h, fused)
+                self._norm(x, pending, layer.mlp_norm, h, layer.gate_up)
+            pending = self._mlp(index, tokens, x if fused else h, fused)
         if pending is not None:
             ops.add(x, delta)
         picked, final = self._picked[: bucket.samples], self._final[: bucket.samples]
@@ -208,6 +242,8 @@ class CudaStep:
         ops.rms_norm(picked, self.network.norm, eps, final)
         ops.linear(final, self.network.head, logits)
         self._sampler(logits, self.sample_rows, self.sizes, self._results, *self._top)
+        if self.sanitizer is not None:
+            self.sanitizer.end()
         self._launch_end(bucket)
 
     def _attend(self, index: int, layer: CudaLayer, bucket: Bucket, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
@@ -218,47 +254,58 @@ class CudaStep:
         shaped = qkv.reshape(tokens, -1, m.head_dim)
         keys, values = self._keys[index], self._values[index]
         ops.rope_append(
-            shaped, self._shape, self.positions[:tokens], self.kv_slots[:tokens], self.network.tables, keys, values,
+            shaped, self._shape, self.angles[:tokens], self.kv_slots[:tokens], self.network.tables, keys, values,
             norm=layer.qk_norm, eps=m.rms_norm_eps,
         )  # fmt: skip
+        if self.sanitizer is not None:
+            self.sanitizer.append(index)
+            self.sanitizer.check(index, layer.window)
         ops.paged_attention(
-            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode
-        )
+            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode,
+            ahead=layer.out,
+        )  # fmt: skip
         return self._project(attended, layer.out, tokens)
 
-    def _mlp(self, layer: CudaLayer, tokens: int, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
-        ops, m = self._ops, self.network.config
+    def _mlp(self, index: int, tokens: int, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
+        ops, m, layer = self._ops, self.network.config, self.network.layers[index]
         norm = Norm(layer.mlp_norm, m.rms_norm_eps) if fused else None
         x = self.x[:tokens]
         if layer.experts is not None:
             assert self._moe is not None
             assert m.experts is not None
-            e = layer.experts
+            e, layers = layer.experts, self.network.layers
+            following = layers[index + 1].qkv if index + 1 < len(layers) else None
             self._moe(
                 h, e.router, e.gate_up, e.down, self.sizes, x, normalize=m.experts.normalize, residual=x, norm=norm,
-                normed=self._h[:tokens],
+                normed=self._h[:tokens], ahead=following,
             )  # fmt: skip
             return None
         assert layer.gate_up is not None
         assert layer.down is not None
         acted = self._acted[:tokens]
-        ops.gate_up_silu(h, layer.gate_up, acted, self._both[:tokens], norm=norm)
+        ops.gate_up_silu(h, layer.gate_up, acted, self._both[:tokens], norm=norm, ahead=layer.down)
         return self._project(acted, layer.down, tokens)
 
     def _project(self, x: cp.ndarray, weight: CudaWeight, tokens: int) -> cp.ndarray | None:
-        """Own kernels add to the residual stream; cuBLASLt's product is added by the norm that follows, which costs
-        less than its epilogue."""
-        if self._ops.dtype == "float32" or tokens <= self._ops.gemm.skinny_rows:
+        """Adds to the residual stream, or returns what is still to be added to it."""
+        if self._ops.gemm.adds_residual(tokens):
             self._ops.linear(x, weight, self.x[:tokens], self.x[:tokens])
             return None
         return self._ops.linear(x, weight, self._delta[:tokens])
 
-    def _norm(self, x: cp.ndarray, pending: cp.ndarray | None, weight: cp.ndarray, out: cp.ndarray) -> None:
+    def _norm(
+        self,
+        x: cp.ndarray,
+        pending: cp.ndarray | None,
+        weight: cp.ndarray,
+        out: cp.ndarray,
+        following: CudaWeight | None,
+    ) -> None:
         eps = self.network.config.rms_norm_eps
         if pending is None:
             self._ops.rms_norm(x, weight, eps, out)
         else:
-            self._ops.add_rms_norm(x, pending, weight, eps, out)
+            self._ops.add_rms_norm(x, pending, weight, eps, out, ahead=following)
 
     # -- its ends ------------------------------------------------------------------------------------------------------
 
@@ -275,7 +322,8 @@ class CudaStep:
             of(state, s, "tokens"), of(state, s, "masks"),
             *(int(a.data.ptr) for a in (self.sizes, self.token_ids, self.positions, self.kv_slots, self.row_starts)),
             *(int(a.data.ptr) for a in (self.context_lens, self.table_rows, self.sample_tokens, self.sample_rows)),
-            int(self.begun.data.ptr), bucket.rows, bucket.tokens, bucket.samples,
+            int(self.begun.data.ptr), pointer(self.redo), int(self._tables.data.ptr), pointer(self.angles),
+            bucket.rows, bucket.tokens, bucket.samples, self.network.original_max, self.network.tables[0].shape[0] // 2,
         )  # fmt: skip
         self._kernels["step_view"].launch(1, 256, params, dependent=False)
 
@@ -294,13 +342,23 @@ class CudaStep:
                 int(self.sizes.data.ptr), header, self._capture.offered, self._capture.taken, CAPTURE_LIMIT_NS
             )
             self._kernels["capture_end"].launch(1, 32, end, dependent=False)
-        launch_end(self._kernels, header, self._memory, self.begun, list(self._plans.values()))
+        launch_end(self._kernels, header, self._memory, self.begun, list(self._plans.values()), self.redo)
+
+    def set_redo(self, part: tuple[int, int, int]) -> None:
+        """Makes the next run a pass ahead of the plan, (0, 0, 0) the plan again. For the host-driven loop; the step
+        must not be running."""
+        if self.redo is None:
+            raise ValueError("no sequence outgrows LongRoPE's original maximum here")
+        record = np.zeros(1, REDO)
+        record["row"], record["first"], record["count"] = part
+        self.redo.set(record.view(np.uint8))
+        cp.cuda.Device().synchronize()
 
     def tune(self, bucket: Bucket, *, resident: bool = False) -> None:
         """Times cuBLASLt's algorithms for the products of a bucket and keeps the fastest; own kernels have none."""
         ops, layers = self._ops, self.network.layers[:TUNED_LAYERS]
         ops.kernels.reserved = int(resident)
-        if ops.dtype == "float32":
+        if ops.dtype == "float32" or ops.batch_invariant:
             return
         shapes = [(bucket.tokens, [layer.qkv for layer in layers]), (bucket.tokens, [layer.out for layer in layers])]
         shapes += [
@@ -326,17 +384,23 @@ class CudaStep:
         """Device memory of the step's buffers."""
         arrays = [v for v in vars(self).values() if isinstance(v, cp.ndarray) and v.base is None]
         total = sum(int(a.nbytes) for a in arrays) + self._sampler.nbytes + sum(p.nbytes for p in self._plans.values())
+        total += self.sanitizer.nbytes if self.sanitizer is not None else 0
         return total - int(self._keys.nbytes + self._values.nbytes) if self._keys.base is None else total
 
 
 def launch_end(
-    kernels: dict[str, Kernel], header: int, memory: StepMemory, begun: cp.ndarray, plans: list[CudaAttentionPlan]
+    kernels: dict[str, Kernel],
+    header: int,
+    memory: StepMemory,
+    begun: cp.ndarray,
+    plans: list[CudaAttentionPlan],
+    redo: cp.ndarray | None = None,
 ) -> None:
     """The kernel that says that a step is over; nothing may follow it in the graph."""
     counts = [int(plan.counts.data.ptr) for plan in plans]
     params = StepEndParams(
         header, memory.done, int(begun.data.ptr), memory.times, (ctypes.c_void_p * MAX_PLANS)(*counts), len(counts),
-        memory.time_slots,
+        memory.time_slots, pointer(redo),
     )  # fmt: skip
     kernels["step_end"].launch(1, 32, params, dependent=False)
 

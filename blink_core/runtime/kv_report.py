@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import logging
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from blink_core.abi.enums import PageState
+
+log = logging.getLogger("blink.kv_sanitizer")
+
+MAX_REPORTS = 1000  # lines of the file and of the log; the counter goes on
 
 
 class Mismatch(StrEnum):
@@ -108,6 +115,37 @@ class KvReport:
             f"{self.table_index} of its block table), written {wrote}; the page is {self.page_state} and belongs to "
             f"{owner}"
         )
+
+
+class ReportFile:
+    """Where the reports of one engine go: a file of JSON lines, and the log."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def add(self, report: KvReport, made: int, limit: int) -> None:
+        """One more report; made: those before it. From ``limit`` on they are only counted, which the log says once."""
+        if made < limit:
+            log.error("KV sanitizer: %s", report)
+            self._write(json.dumps(asdict(report)).encode() + b"\n")
+        elif made == limit:
+            log.error("KV sanitizer: %d reports; those to come are only counted", made)
+
+    def _write(self, line: bytes) -> None:
+        """One line of the file. A disk that is full must not end the requests of the whole step."""
+        try:
+            if self._file is None:
+                self._file = self.path.open("ab", buffering=0)
+            self._file.write(line)
+        except OSError as e:
+            log.error("KV sanitizer: no report can be written to %s: %s", self.path, e)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _state_name(state: int) -> str:

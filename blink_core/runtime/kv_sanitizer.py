@@ -14,12 +14,10 @@ themselves. None of its pages is ever published, for only a good token publishes
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,7 +39,7 @@ from blink_core.ops.kv_tags import (
     written_word,
 )
 from blink_core.runtime.descriptor import KV_COUNTERS
-from blink_core.runtime.kv_report import REPORT_RECORD, KvReport, Mismatch
+from blink_core.runtime.kv_report import MAX_REPORTS, REPORT_RECORD, KvReport, Mismatch, ReportFile
 from blink_core.runtime.memory import OwnedMemory
 
 if TYPE_CHECKING:
@@ -49,9 +47,6 @@ if TYPE_CHECKING:
     from blink_core.ops.numpy_ops import I32
     from blink_core.runtime.cpu import CpuRuntime, Plan
 
-log = logging.getLogger("blink.kv_sanitizer")
-
-MAX_REPORTS = 1000  # lines of the file and of the log; the counter goes on
 _LOW = np.uint64(0xFFFFFFFF)
 _CACHED = np.uint64(CACHE_BIT)
 
@@ -118,7 +113,7 @@ class KvSanitizer:
         self.counter_memory = OwnedMemory("kv-sanitizer", 8 * len(KV_COUNTERS))
         self._counters = self.counter_memory.array(np.uint64, (len(KV_COUNTERS),))
         self.reports = reports
-        self._file: BinaryIO | None = None
+        self._file = ReportFile(reports)
         self._histories: dict[int, _History] = {}
         self._condemned: dict[int, tuple[int, int]] = {}  # request -> life
         self._plan: list[_Row] = []
@@ -316,23 +311,9 @@ class KvSanitizer:
             record["owner"],
             record["generation"],
         )
-        report = KvReport.from_record(raw[0], self._slots)
         made = int(self._counters[KV_COUNTERS.index("reports")])
-        if made < MAX_REPORTS:
-            log.error("KV sanitizer: %s", report)
-            self._write(json.dumps(asdict(report)).encode() + b"\n")
-        elif made == MAX_REPORTS:
-            log.error("KV sanitizer: %d reports; those to come are only counted", made)
+        self._file.add(KvReport.from_record(raw[0], self._slots), made, MAX_REPORTS)
         self.count("reports")  # last: who reads the count finds the line
-
-    def _write(self, line: bytes) -> None:
-        """One line of the file. A disk that is full must not end the requests of the whole step."""
-        try:
-            if self._file is None:
-                self._file = self.reports.open("ab", buffering=0)
-            self._file.write(line)
-        except OSError as e:
-            log.error("KV sanitizer: no report can be written to %s: %s", self.reports, e)
 
 
 class SanitizedStep:

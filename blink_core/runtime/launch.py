@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,19 +21,19 @@ import numpy as np
 from cuda.bindings import driver
 
 from blink_core import _native
-from blink_core.abi.capture import record_dtype
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.definition import STATUS_LINE
 from blink_core.abi.enums import EngineState, StepStatus
-from blink_core.ops.cuda_modules import Kernel, check
+from blink_core.ops.cuda_modules import Kernel, check, pointer
 from blink_core.ops.cuda_sources import source
+from blink_core.runtime.capture_writer import CaptureWriter
 from blink_core.runtime.cpu import CpuRuntime, ModelStep, noop_step
 from blink_core.runtime.cuda_graphs import StepGraphs, address_table, capture, instantiate
 from blink_core.runtime.cuda_memory import Pinned, device_view
 from blink_core.runtime.cuda_model import CudaNetwork
+from blink_core.runtime.cuda_sanitizer import KvReporter
 from blink_core.runtime.cuda_step import (
     Bucket,
-    CaptureMemory,
     CudaStep,
     NoopStep,
     StepMemory,
@@ -42,25 +41,32 @@ from blink_core.runtime.cuda_step import (
     poison,
     poisoned_pool,
 )
+from blink_core.runtime.descriptor import SanitizerInfo
+from blink_core.runtime.launch_choice import LaunchChoice, measure
 from blink_core.runtime.memory import OwnedMemory
 from blink_core.runtime.nvrtc import DEVICE, serve_options
+from blink_core.runtime.redo import redo_parts
 from blink_core.runtime.serve_abi import (
     BUCKET,
     FAILURE_TEXT,
     MAX_BUCKETS,
     MIRROR,
+    NEXT_ROW_BYTES,
+    PHASES,
     REPORT,
     SAMPLE,
     SERVE_BYTES,
     SERVE_DONE,
+    STEADY_ROWS,
     Failure,
     ServeParams,
 )
+from blink_core.runtime.switch_graph import SwitchGraph, make_switch
 from blink_core.transport.shm import Segment
 
 log = logging.getLogger("blink.cuda")
 
-TAIL_TOKENS = 512  # steps from here on want every multiprocessor: beside a resident block they lose a third
+STRATEGIES = ("host", "fire", "tail", "switch", "auto")
 MIRROR_LIMIT = 4 << 30  # bytes of KV, as float32, that are shown to verification
 LOOK_S = 0.2  # between two looks of the process that waits for the engine's end
 MIRROR_KIND = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -73,11 +79,15 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """strategy: host, fire (fire-and-forget), tail (tail launch) or auto (by bucket). capture: file of the logits.
+    """strategy: host, fire (fire-and-forget), tail (tail launch), switch (a loop in one graph of the host) or auto
+    (fire or tail, by bucket). capture: file of the logits.
 
     step_limit_s: a step that takes longer ends the engine. run_limit_s: the engine stops by itself; 0: never.
     time_slots: steps whose times are kept, a power of two. mirror: show state and KV pages to verification.
-    tune: time cuBLASLt's algorithms at start. noop_step_us: how long a step of the no-op model takes at least.
+    tune: time cuBLASLt's algorithms at start, and with auto in 16-bit types what the scheduler costs the steps of each
+    size, by which they are launched; without it a rule decides (`launch_choice`).
+    noop_step_us: how long a step of the no-op model takes at least.
+    kv_sanitizer: file of its reports; None: it is off. phases: take the times of what a boundary consists of.
     """
 
     strategy: str = "auto"
@@ -88,43 +98,12 @@ class LaunchOptions:
     mirror: bool = True
     tune: bool = True
     noop_step_us: float = 0.0
+    kv_sanitizer: Path | None = None
+    phases: bool = False
 
-    def tail(self, bucket: Bucket) -> bool:
-        """Whether steps of a bucket are launched by tail launch."""
-        return self.strategy == "tail" or (self.strategy == "auto" and bucket.tokens >= TAIL_TOKENS)
-
-
-class CaptureWriter:
-    """Takes the logits that steps offer and appends them to the capture file (`abi.capture`), on a thread."""
-
-    def __init__(self, path: Path, vocab: int, rows: int) -> None:
-        self._bytes = record_dtype(vocab).itemsize
-        self._records = OwnedMemory("capture", rows * self._bytes)
-        self._words = OwnedMemory("capture-words", 16)
-        self._pinned = [Pinned(self._records), Pinned(self._words)]
-        self.memory = CaptureMemory(self._records.address, self._words.address, self._words.address + 8)
-        self._file = path.open("wb", buffering=0)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="blink-capture", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        seen = 0
-        while not self._stop.is_set():
-            offer = _native.wait_word(self.memory.offered, seen, 100_000)
-            if offer == seen:
-                continue
-            self._file.write(self._records.buffer[: (offer & 0xFFFFFFFF) * self._bytes])
-            _native.store_release(self.memory.taken, offer >> 32)
-            seen = offer
-
-    def close(self) -> None:
-        """Ends the thread; the steps have ended before."""
-        self._stop.set()
-        self._thread.join()
-        self._file.close()
-        for pinned in self._pinned:
-            pinned.close()
+    def tail(self, bucket: Bucket, choice: LaunchChoice) -> bool:
+        """Whether the scheduler leaves while a step of a bucket runs; ``choice``: auto's."""
+        return self.strategy in ("tail", "switch") or (self.strategy == "auto" and choice.tail(bucket))
 
 
 class _Built:
@@ -141,6 +120,7 @@ class _Built:
         device = options.strategy != "host"
         begin = time.monotonic()
         self.writer: CaptureWriter | None = None
+        self.reporter: KvReporter | None = None
         self.step: CudaStep | NoopStep
         if network is None:
             self.kv = cp.zeros(1, cp.float32)
@@ -149,12 +129,23 @@ class _Built:
             self.kv = poisoned_pool(network, config) if kv is None else kv
             if options.capture is not None:
                 self.writer = CaptureWriter(options.capture, network.config.vocab_size, config.max_rows)
-            self.step = CudaStep(network, config, self.kv, memory, self.writer.memory if self.writer else None)
-            if options.tune:
-                for bucket in buckets_of(config):
-                    self.step.tune(bucket, resident=device and not options.tail(bucket))
+            if options.kv_sanitizer is not None:
+                self.reporter = KvReporter(options.kv_sanitizer, config.slots, Pinned)
+            self.step = CudaStep(
+                network, config, self.kv, memory, self.writer.memory if self.writer else None,
+                self.reporter.memory if self.reporter else None,
+            )  # fmt: skip
+        choice = LaunchChoice()
+        if options.tune and isinstance(self.step, CudaStep) and network is not None:
+            if options.strategy == "auto" and network.ops.dtype != "float32":
+                choice = measure(self.step, buckets_of(config))
+            for bucket in buckets_of(config):
+                self.step.tune(bucket, resident=device and not options.tail(bucket, choice))
         tuned = time.monotonic()
-        self.graphs = StepGraphs(self.step, buckets_of(config), device=device, tail=options.tail)
+        self.graphs = StepGraphs(
+            self.step, buckets_of(config), device=device, tail=lambda bucket: options.tail(bucket, choice),
+            apart=options.strategy != "switch",
+        )  # fmt: skip
         if network is not None:
             poison(self.kv, network.ops.dtype)  # the warm runs wrote to the page of padding rows
             cp.cuda.Device().synchronize()
@@ -166,6 +157,7 @@ class _Built:
             "kv_bytes": int(self.kv.nbytes),
             "step_bytes": self.step.nbytes,
             "buckets": [g.bucket.name for g in self.graphs.graphs],
+            "launch_choice": [m.record() for m in choice.measured],
             "graphs": len(self.graphs.graphs),
             "executables": self.graphs.executables,
             "graph_nodes": self.graphs.nodes,
@@ -173,6 +165,22 @@ class _Built:
             "tune_seconds": round(tuned - begin, 3),
             "capture_seconds": round(time.monotonic() - tuned, 3),
         }
+
+    @property
+    def original_max(self) -> int:
+        """LongRoPE's, where sequences may outgrow it, else 0."""
+        return self.step.network.original_max if isinstance(self.step, CudaStep) else 0
+
+    @property
+    def sanitizer_info(self) -> SanitizerInfo | None:
+        """Where others find the KV sanitizer's reports and counters."""
+        return self.reporter.info if self.reporter else None
+
+    def close(self) -> None:
+        """Ends the threads; the steps have ended before."""
+        for helper in (self.writer, self.reporter):
+            if helper is not None:
+                helper.close()
 
 
 def kv_shape(network: CudaNetwork | None, config: EngineConfig) -> tuple[int, ...]:
@@ -218,16 +226,32 @@ class HostDriven(CpuRuntime):
         header = self._plan_views["header"][0]
         sizes = (int(header["n_tokens"]), int(header["n_rows"]), int(header["n_samples"]))
         try:
+            self._redo(int(header["n_rows"]))
             self._built.graphs.launch(self._built.graphs.choose(*sizes))
         except Exception:
             log.exception("model step failed")
             return StepStatus.FAILED
         return StepStatus(int(header["status"]))
 
+    def _redo(self, n_rows: int) -> None:
+        """The passes that LongRoPE asks for ahead of the plan."""
+        graphs, step, longest = self._built.graphs, self._built.step, self._built.original_max
+        parts = redo_parts(self._plan_views["rows"][:n_rows], longest, self.config.token_budget)
+        if not parts or not isinstance(step, CudaStep):
+            return
+        for part in parts:
+            step.set_redo(part)
+            graphs.launch(graphs.choose(part[2], 1, 0))
+        step.set_redo((0, 0, 0))
+
+    @property
+    def sanitizer_info(self) -> SanitizerInfo | None:
+        """Where others find the KV sanitizer's reports and counters."""
+        return self._built.sanitizer_info
+
     def close(self) -> None:
         super().close()
-        if self._built.writer is not None:
-            self._built.writer.close()
+        self._built.close()
         for pinned in self._pinned:
             pinned.close()
 
@@ -246,6 +270,8 @@ class DeviceDriven:
         self.segment = Segment(segment, config.shared_nbytes())
         self._pinned: list[Pinned] = []
         self._built: _Built | None = None
+        self._switch: SwitchGraph | None = None
+        self._lost = False
         self.report: dict[str, Any] = {}
         try:
             self._allocate()
@@ -268,7 +294,7 @@ class DeviceDriven:
         self.state = OwnedMemory("state", layouts["State"].nbytes)
         self._report = OwnedMemory("report", REPORT.itemsize)
         slots = self.options.time_slots
-        self._samples = OwnedMemory("samples", slots * (SAMPLE.itemsize + 16))
+        self._samples = OwnedMemory("samples", slots * (SAMPLE.itemsize + 16 + 8 * len(PHASES) * self.options.phases))
         for memory in (self.segment, self.log, self.state, self._report, self._samples):
             self._pin(memory)
         self.device_state = cp.zeros(layouts["State"].nbytes, cp.uint8)
@@ -292,12 +318,14 @@ class DeviceDriven:
             times=self._samples.address + slots * SAMPLE.itemsize,
             time_slots=slots,
         )
-        module = cp.RawModule(code=source("serve_kernel.cu", DEVICE), backend="nvrtc", options=serve_options())
+        switch = self.options.strategy == "switch"
+        flags = serve_options(switch=switch, phases=self.options.phases)
+        module = cp.RawModule(code=source("serve_kernel.cu", DEVICE), backend="nvrtc", options=flags)
         function = module.get_function("blink_serve")
         # A multiprocessor's split of L1 and shared memory cannot change beside a resident block: with all of it shared,
         # the step's kernels find a place there as on every other one.
         function.preferred_shared_memory_carveout = 100
-        self._kernel = Kernel("blink_serve", function)
+        self._kernel = Kernel("blink_serve", function, NEXT_ROW_BYTES * min(self.config.max_rows, STEADY_ROWS))
         init = Kernel("blink_serve_init", module.get_function("blink_serve_init"))
         self._built = _Built(self._network, self.config, memory, self.options)
         self.report = self._built.report
@@ -310,12 +338,31 @@ class DeviceDriven:
         stream.synchronize()
         params = self._params()
         cp.cuda.Device().synchronize()
-        graph = self._graph = capture(stream, lambda: self._launch(params))
-        self._executable = instantiate(graph, stream, device=True)
+        self._executable = self._switched(params) if switch else self._launched(params)
         self.state.buffer[: self.device_state.nbytes] = cp.asnumpy(self.device_state).tobytes()
 
     def _launch(self, params: ServeParams) -> None:
         self._kernel.launch(1, THREADS, params, dependent=False)
+
+    def _launched(self, params: ServeParams) -> Any:
+        """The scheduler's own graph, which launches the steps' from the device."""
+        self._graph = capture(self.stream, lambda: self._launch(params))
+        return instantiate(self._graph, self.stream, device=True)
+
+    def _switched(self, params: ServeParams) -> Any:
+        """One graph that holds the scheduler and all steps."""
+        assert self._built is not None
+        graphs = self._built.graphs
+
+        def scheduler(branch: int, loop: int) -> None:
+            params.branch, params.loop = branch, loop
+            self._launch(params)
+
+        kernels = None if self._network is None else self._network.ops.kernels
+        self._switch = make_switch(self.stream, scheduler, [graphs.work(g) for g in graphs.graphs], kernels)
+        dependent = kernels is not None and kernels.dependent
+        self.report |= {"executables": 1, "graph_nodes": self._switch.nodes, "dependent_launch": dependent}
+        return self._switch.executable
 
     def _params(self) -> ServeParams:
         assert self._built is not None
@@ -331,12 +378,15 @@ class DeviceDriven:
         mirrors = self._mirrors()
         self._tables = (cp.asarray(table.view(np.uint8)), address_table(graphs), cp.asarray(mirrors.view(np.uint8)))
         header = self.state.address + self.layouts["State"].sections["header"].offset
-        return ServeParams(
+        params = ServeParams(
             self.segment.address, int(self.device_state.data.ptr), self.log.address, int(self.device_plan.data.ptr),
             int(self._serve.data.ptr), self._report.address, *(int(t.data.ptr) for t in self._tables), header,
-            self._samples.address, len(graphs), len(mirrors) if self.options.mirror else 0, self.options.time_slots, 0,
+            self._samples.address, pointer(getattr(self._built.step, "redo", None)), self._phases, len(graphs),
+            len(mirrors) if self.options.mirror else 0, self.options.time_slots, self._built.original_max,
             int(self.options.step_limit_s * 1e9), int(self.options.run_limit_s * 1e9),
         )  # fmt: skip
+        params.watched = int(self._built.reporter is not None)
+        return params
 
     def _mirrors(self) -> Any:
         assert self._built is not None
@@ -376,13 +426,30 @@ class DeviceDriven:
         self._declare_lost()
         raise EngineLost(f"the scheduler's graph has ended and the engine was not stopped: {error.name}")
 
+    def _over(self, seconds: float) -> bool:
+        """Whether the scheduler's graph has ended, or ends within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            (error,) = driver.cuStreamQuery(driver.CUstream(self.stream.ptr))
+            if error != driver.CUresult.CUDA_ERROR_NOT_READY:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+
     def _declare_lost(self) -> None:
-        """Nobody on the GPU can say it any more: the rings' state lines get FAILED from here."""
+        """Nobody on the GPU can say it any more: the rings' state lines get FAILED from here, and keep it."""
+        self._lost = True
         layout = self.layouts["Ring"]
         for ring in range(self.config.rings):
             base = self.segment.address + self.layouts["Control"].nbytes + ring * layout.nbytes
             _native.store_release(base + layout.sections["gpu"].offset + 32, int(EngineState.FAILED))
         _native.store_release(self._status, int(EngineState.FAILED))
+
+    @property
+    def sanitizer_info(self) -> SanitizerInfo | None:
+        """Where others find the KV sanitizer's reports and counters."""
+        return self._built.sanitizer_info if self._built is not None else None
 
     def failure(self) -> str | None:
         """Why the engine failed, None if it did not."""
@@ -393,11 +460,19 @@ class DeviceDriven:
         text = FAILURE_TEXT[Failure(code)]
         return text.format(detail=int(report["failure_detail"]), step=int(report["failure_step"]))
 
-    def serve(self, on_failure: Callable[[str], None] = lambda why: None) -> None:
-        """Starts the engine and sleeps until it has stopped. Raises EngineLost."""
+    def serve(
+        self, on_failure: Callable[[str], None] = lambda why: None, lost: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Starts the engine and sleeps until it has stopped. lost: asked all the time; a reason ends the engine.
+
+        Raises EngineLost.
+        """
         self.start()
         told = False
         while not self.ended():
+            if (reason := lost()) is not None:
+                self._declare_lost()
+                raise EngineLost(reason)
             if not told and (why := self.failure()) is not None:
                 log.error("engine failed: %s", why)
                 on_failure(why)
@@ -415,22 +490,37 @@ class DeviceDriven:
         times = np.frombuffer(self._samples.buffer, np.uint64, 2 * slots, slots * SAMPLE.itemsize).reshape(slots, 2)
         return samples, times
 
+    @property
+    def _phases(self) -> int:
+        slots = self.options.time_slots
+        return self._samples.address + slots * (SAMPLE.itemsize + 16) if self.options.phases else 0
+
+    def phases(self) -> Any:
+        """With LaunchOptions.phases: when each of `serve_abi.PHASES` was over, uint64 [slots, phases]; ns, by number of
+        the step that the boundary launched. A boundary that is not steady leaves those between as they were."""
+        if not self.options.phases:
+            raise ValueError("LaunchOptions.phases was not set")
+        slots = self.options.time_slots
+        offset = self._phases - self._samples.address
+        return np.frombuffer(self._samples.buffer, np.uint64, slots * len(PHASES), offset).reshape(slots, len(PHASES))
+
     def close(self) -> None:
-        """Stops the engine, waits for its end for a while, and unlinks the shared memory."""
+        """Stops the engine, waits for its end for a while, and unlinks the shared memory.
+
+        A lost engine is not asked to stop: a scheduler that does run on would answer for it, with a state of STOPPED
+        and requests that ended with DRAINING. It ends with the process.
+        """
         if hasattr(self, "_executable") and hasattr(self, "_control"):
-            self.request_stop()
-            deadline = time.monotonic() + 5.0
-            while time.monotonic() < deadline:
-                (error,) = driver.cuStreamQuery(driver.CUstream(self.stream.ptr))
-                if error != driver.CUresult.CUDA_ERROR_NOT_READY:
-                    break
-                time.sleep(0.01)
-            else:
+            if not self._lost:
+                self.request_stop()
+            if not self._over(0.0 if self._lost else 5.0):
                 log.error("the scheduler has not ended; its memory stays registered until the process ends")
                 self.segment.close()
                 return
-        if self._built is not None and self._built.writer is not None:
-            self._built.writer.close()
+        if self._switch is not None:
+            self._switch.close()
+        if self._built is not None:
+            self._built.close()
         self.segment.close()
         for pinned in self._pinned:
             pinned.close()
@@ -447,6 +537,6 @@ def make_runtime(config: EngineConfig, segment: str, network: CudaNetwork | None
     """The runtime of a strategy. Raises ValueError for an unknown one."""
     if options.strategy == "host":
         return HostDriven(config, segment, network, options)
-    if options.strategy in ("fire", "tail", "auto"):
+    if options.strategy in STRATEGIES:
         return DeviceDriven(config, segment, network, options)
-    raise ValueError(f"launch strategy {options.strategy!r}: there are host, fire, tail and auto")
+    raise ValueError(f"launch strategy {options.strategy!r}: there are {', '.join(STRATEGIES)}")

@@ -31,10 +31,12 @@ def cccl_include() -> Path:
     raise CompileError("no libcu++ headers: neither nvidia-cuda-cccl nor a CUDA toolkit is installed")
 
 
-def serve_options() -> tuple[str, ...]:
-    """NVRTC's options for the resident scheduler, which launches graphs and so links the device runtime; without the
-    architecture."""
-    return ("--std=c++20", f"-I{DEVICE}", f"-I{cccl_include()}", "-dc")
+def serve_options(*, switch: bool = False, phases: bool = False) -> tuple[str, ...]:
+    """NVRTC's options for the scheduler that serves, which launches graphs and so links the device runtime; without the
+    architecture. switch: it runs in a loop of the host's graph and launches nothing. phases: it takes the
+    times of what a boundary consists of."""
+    defines = (("-DBLINK_SWITCH",) if switch else ()) + (("-DBLINK_PHASES",) if phases else ())
+    return ("--std=c++20", f"-I{DEVICE}", f"-I{cccl_include()}", "-dc", *defines)
 
 
 def step_options() -> tuple[str, ...]:

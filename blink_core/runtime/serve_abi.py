@@ -1,5 +1,5 @@
-"""Records shared with the resident scheduler's kernel: `device/serve_kernel.cu` and `device/kernels/step_*.cu` say what
-they mean."""
+"""Records shared with the resident scheduler: `device/serve_records.cuh` and `device/kernels/step_*.cu` say what they
+mean."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import numpy as np
 MAX_BUCKETS = 64
 MAX_PLANS = 4
 MOST_LAUNCHES = 118
+NEXT_ROW_BYTES, STEADY_ROWS = 48, 256  # device/next.hpp: a row of the next plan, and most of them
+# device/group.hpp: moments of a boundary, in their order.
+PHASES = (
+    "seen", "prepared", "judged", "written", "planned", "chosen", "fenced", "launched", "finished", "looked", "ready",
+)  # fmt: skip
 
 
 class Failure(IntEnum):
@@ -41,19 +46,23 @@ REPORT = np.dtype(
         for n in ("ended", "failure", "failure_detail", "failure_step", "executions", "launches", "refused", "steady")
     ]
 )
-SERVE_BYTES = 480
+SERVE_BYTES = 440
 SERVE_DONE = 0  # offset of the word that a step graph's last kernel writes
 
 
 class ServeParams(ctypes.Structure):
-    """``ServeParams`` of serve_kernel.cu."""
+    """``ServeParams`` of serve_records.cuh."""
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("shared", "state", "log", "plan", "serve", "report", "buckets")),
-        *((n, ctypes.c_void_p) for n in ("executables", "mirrors", "header_mirror", "samples")),
-        *((n, ctypes.c_uint32) for n in ("n_buckets", "n_mirrors", "n_samples", "reserved")),
+        *((n, ctypes.c_void_p) for n in ("executables", "mirrors", "header_mirror", "samples", "redo")),
+        ("phases", ctypes.c_void_p),
+        *((n, ctypes.c_uint32) for n in ("n_buckets", "n_mirrors", "n_samples", "original_max")),
         ("step_limit_ns", ctypes.c_uint64),
         ("run_limit_ns", ctypes.c_uint64),
+        ("branch", ctypes.c_uint64),
+        ("loop", ctypes.c_uint64),
+        ("watched", ctypes.c_uint64),
     ]
 
 
@@ -65,7 +74,8 @@ class StepViewParams(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("sampling", "bias", "token_pool", "masks", "sizes")),
         *((n, ctypes.c_void_p) for n in ("out_token_ids", "out_positions", "out_kv_slots", "row_starts")),
         *((n, ctypes.c_void_p) for n in ("context_lens", "table_rows", "sample_tokens", "sample_rows", "begun")),
-        *((n, ctypes.c_int) for n in ("rows", "tokens", "samples")),
+        *((n, ctypes.c_void_p) for n in ("redo", "block_tables", "angles")),
+        *((n, ctypes.c_int) for n in ("rows", "tokens", "samples", "original_max", "long_angles")),
     ]
 
 
@@ -77,6 +87,7 @@ class StepEndParams(ctypes.Structure):
         ("attention", ctypes.c_void_p * MAX_PLANS),
         ("n_plans", ctypes.c_uint32),
         ("slots", ctypes.c_uint32),
+        ("redo", ctypes.c_void_p),
     ]
 
 

@@ -26,13 +26,16 @@ STALE = "STALE"
 COVERED = (
     "blink_core/abi/*.py",
     "blink_core/device/*.hpp",
-    "blink_core/device/*.cu",
+    "blink_core/device/*.cu*",
     "blink_core/device/kernels/*",
     "blink_core/ops/cuda_*.py",
     "blink_core/runtime/cuda_*.py",
-    "blink_core/runtime/launch.py",
+    "blink_core/runtime/launch*.py",
+    "blink_core/runtime/switch_graph.py",
+    "blink_core/runtime/capture_writer.py",
     "blink_core/runtime/serve_abi.py",
-    *(f"hil_rigs/gpu/{name}.py" for name in ("bench", "freeze", "runtime_check", "session")),
+    *(f"hil_rigs/gpu/{name}.py" for name in ("bench", "burn", "freeze", "interference", "ops_timing", "processes")),
+    *(f"hil_rigs/gpu/{name}.py" for name in ("runtime_check", "session")),
 )
 NOT_COVERED = ("kv_sanitizer.cu",)  # of another mode
 CHECK = ("-m", "hil_rigs.gpu.runtime_check", "--stage")
@@ -42,14 +45,21 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
     "noop-fire": ((*CHECK, "noop-fire"), 90),
     "noop-tail": ((*CHECK, "noop-tail"), 60),
     "gap-fire": ((*CHECK, "gap-fire"), 60),
+    "gap-bare": ((*CHECK, "gap-bare"), 60),
     "gap-tail": ((*CHECK, "gap-tail"), 60),
+    "gap-switch": ((*CHECK, "gap-switch"), 60),
     "gap-host": ((*CHECK, "gap-host"), 60),
     "entry-fire": ((*CHECK, "entry-fire"), 60),
     "freeze": (("-m", "hil_rigs.gpu.freeze", "--seconds", "0.7", "--out", "{out}"), 60),
-    "llama-auto": ((*BENCH, "--rounds", "3", "--out", "{out}"), 120),
-    "llama-tail": ((*BENCH, "--rounds", "2", "--launch", "tail", "--out", "{out}"), 120),
-    "llama-busy": ((*BENCH, "--rounds", "3", "--batches", "8", "--burners", "64", "--out", "{out}"), 120),
-    "qwen-moe": ((*BENCH, "--shape", "qwen3-30b-a3b", "--rounds", "3", "--batches", "1,8", "--out", "{out}"), 150),
+    "interference": (("-m", "hil_rigs.gpu.interference", "--out", "{out}"), 120),
+    "kernels": ((*BENCH, "--stages", "kernels", "--out", "{out}"), 130),
+    "llama-auto": ((*BENCH, "--stages", "llama", "--rounds", "3", "--out", "{out}"), 190),
+    "llama-tail": ((*BENCH, "--stages", "llama", "--rounds", "2", "--launch", "tail", "--out", "{out}"), 190),
+    "llama-busy": (
+        (*BENCH, "--stages", "llama", "--rounds", "3", "--batches", "8", "--burners", "64", "--out", "{out}"),
+        190,
+    ),
+    "qwen-moe": ((*BENCH, "--stages", "qwen", "--rounds", "3", "--out", "{out}"), 190),
 }
 
 

@@ -3,13 +3,16 @@
     python -m hil_rigs.gpu.freeze [--model PATH] [--seconds S] [--out FILE]
 
 The engine process is stopped with SIGSTOP while requests run. Device-driven, every stream goes on, and requests that
-are submitted meanwhile are admitted and end; host-driven, the control, everything stands still. Exit 0: so it was.
+are submitted meanwhile are admitted and end; host-driven, the control, everything stands still. Meanwhile no thread of
+the engine spends user or system time or switches context (/proc), and NVML shows no other process on the GPU.
+Exit 0: so it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -17,14 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from blink_core.abi.enums import EventKind
 from blink_core.abi.params import SamplingParams
 from hil_rigs.description import load_rig
+from hil_rigs.gpu.processes import Activity, activity, gpu_processes
 from hil_rigs.local import LocalOptions, LocalRig
 
 STREAMS = 8
+# Of the no-op model: more tokens than eight streams can make in the time, a hundred thousand steps a second.
+ENDLESS = {
+    "max_len": 1 << 20, "pages": 1 << 19, "max_rows": 16, "slots": 16, "sq_entries": 64, "token_budget": 64,
+    "arena_tokens": 1 << 20,
+}  # fmt: skip
 
 
 def collect(client: Any, seconds: float) -> dict[str, int]:
@@ -39,21 +47,34 @@ def collect(client: Any, seconds: float) -> dict[str, int]:
     return {"tokens": tokens, "ends": ends, "errors": errors}
 
 
-def cost(process: psutil.Process) -> tuple[float, int]:
-    """CPU seconds and context switches so far."""
-    times, switches = process.cpu_times(), process.num_ctx_switches()
-    return times.user + times.system, switches.voluntary + switches.involuntary
+TICKS = os.sysconf("SC_CLK_TCK")
+STOP_S = 5.0
+
+
+def await_stopped(pid: int) -> Activity:
+    """The activity of a process once all its threads stand still. Raises TimeoutError after `STOP_S`."""
+    deadline = time.monotonic() + STOP_S
+    while (seen := activity(pid)).states != "T":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid}: threads in states {seen.states} {STOP_S:g} s after SIGSTOP, not all T")
+        time.sleep(0.005)
+    return seen
+
+
+def others_on_gpu(engine: int) -> dict[str, Any]:
+    """Processes with a context on the GPU: whether the engine's is seen, and all others."""
+    try:
+        found = gpu_processes()
+    except RuntimeError as error:
+        return {"unknown": str(error)}
+    return {"engine": engine in found, "others": [pid for pid in found if pid != engine]}
 
 
 def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
     """One engine: running, then frozen, then running again."""
     description = load_rig("gpu")
     command = (*description.engine_command, "--launch", launch)
-    # An endless supply of tokens: more than the streams can make in the time.
-    sizes = (
-        {"max_len": 1 << 17, "pages": 1 << 16, "max_rows": 16, "slots": 64, "token_budget": 64} if model is None else {}
-    )
-    sizes |= {"lease_us": 60_000_000, "arena_tokens": 1 << 18} if model is None else {"lease_us": 60_000_000}
+    sizes = {"lease_us": 60_000_000} | ({} if model is not None else ENDLESS)
     options = LocalOptions(engine=sizes, engine_command=command)
     with LocalRig(description, model, http=False, options=options) as rig:
         client = rig.ring(1)
@@ -62,23 +83,27 @@ def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
         for i in range(STREAMS):
             client.submit(np.arange(1 + i, 33 + i, dtype=np.int32), params)
         collect(client, 0.5)
-        process = psutil.Process(rig.pid("engine"))
-        before = cost(process)
+        pid = rig.pid("engine")
+        before = activity(pid)
         running = collect(client, seconds)
-        after = cost(process)
+        after = activity(pid)
         rig.send("engine", signal.SIGSTOP)
         try:
+            still = await_stopped(pid)
             collect(client, 0.3)  # what was on its way
             frozen = collect(client, seconds)
             for i in range(4):
                 client.submit(np.arange(7 + i, 40 + i, dtype=np.int32), SamplingParams(max_tokens=40, ignore_eos=True))
             admitted = collect(client, seconds)
+            moved = activity(pid).moved_since(still)
+            gpu = others_on_gpu(pid)
         finally:
             rig.send("engine", signal.SIGCONT)
         again = collect(client, seconds)
         return {
             "launch": launch, "seconds": seconds, "running": running, "frozen": frozen, "frozen_with_new": admitted,
-            "again": again, "cpu_seconds": after[0] - before[0], "context_switches": after[1] - before[1],
+            "again": again, "cpu_seconds": (after.user + after.system - before.user - before.system) / TICKS,
+            "context_switches": after.switches - before.switches, "moved_while_frozen": moved, "gpu": gpu,
         }  # fmt: skip
 
 
@@ -93,6 +118,15 @@ def judge(device: dict[str, Any], host: dict[str, Any]) -> list[str]:
         wrong.append(f"frozen, device-driven: {device['frozen_with_new']['ends']} of 4 new requests ended")
     if any(device[part]["errors"] for part in ("running", "frozen", "frozen_with_new", "again")):
         wrong.append("device-driven: requests ended with errors")
+    for name, seen in (("device-driven", device), ("host-driven", host)):
+        if seen["moved_while_frozen"]:
+            wrong.append(f"frozen, {name}: the engine process was active: {', '.join(seen['moved_while_frozen'])}")
+    if "unknown" in device["gpu"]:
+        wrong.append(f"other CUDA contexts: {device['gpu']['unknown']}")
+    elif not device["gpu"]["engine"]:
+        wrong.append("other CUDA contexts: NVML does not show the engine's own, so it would show no other either")
+    elif device["gpu"]["others"]:
+        wrong.append(f"other processes have a context on the GPU: {device['gpu']['others']}")
     if host["frozen"]["tokens"] or host["frozen_with_new"]["ends"]:
         wrong.append("the host-driven control went on while frozen: this check proves nothing")
     return wrong

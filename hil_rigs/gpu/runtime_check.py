@@ -24,9 +24,11 @@ from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import LogLevel
 from blink_core.abi.params import SamplingParams
 
-STRATEGIES = ("host", "fire", "tail", "auto")
+STRATEGIES = ("host", "fire", "tail", "switch", "auto")
 NOOP_VOCAB = 251
 RAW = 1000  # samples that a result keeps
+# Shorter than any model's step. Behind one of 0 us, `gap-bare`, the scheduler's work while a step runs is in the gap.
+GAP_STEP_US = 100.0
 
 
 class Failed(AssertionError):
@@ -99,22 +101,30 @@ def gaps(runtime: Any) -> dict[str, Any]:
     }
 
 
-def gap(strategy: str, options: argparse.Namespace, rows: int = 64, slots: int = 4096) -> dict[str, Any]:
-    """The scheduler's own cost: `rows` running requests of the no-op model on a ring of `slots` slots."""
-    from blink_core.runtime.launch import LaunchOptions
+def gap(
+    strategy: str, rows: int = 64, slots: int = 4096, step_us: float = 0.0, *, phases: bool = False
+) -> dict[str, Any]:
+    """The scheduler's own cost: `rows` running requests of the no-op model on a ring of `slots` slots.
+
+    step_us: how long a step takes at least. phases: of which parts the boundary consists, see perf.py.
+    """
+    from blink_core.runtime.launch import DeviceDriven, LaunchOptions
+    from hil_rigs.gpu.perf import phase_times
     from hil_rigs.gpu.session import ask, client_of, running
 
     config = noop_config(
         slots=slots, max_rows=rows, pages=8194, sq_entries=4 * slots, cq_entries=4 * slots, log_level=LogLevel.DECISIONS
     )
-    launch = LaunchOptions(strategy=strategy, step_limit_s=5.0, run_limit_s=40.0)
+    launch = LaunchOptions(strategy=strategy, step_limit_s=5.0, run_limit_s=40.0, noop_step_us=step_us, phases=phases)
     with running(config, None, launch) as runtime:
         client = client_of(runtime)
         todo = [(np.arange(64) % 251, SamplingParams(max_tokens=1500, ignore_eos=True)) for _ in range(rows)]
         begin = time.perf_counter()
         ask(client, todo, 30.0)
         seconds = time.perf_counter() - begin
-        found = gaps(runtime) if strategy != "host" else {}
+        found = gaps(runtime) if isinstance(runtime, DeviceDriven) else {}
+        if phases and isinstance(runtime, DeviceDriven):
+            found["phases"] = phase_times(runtime.phases(), RAW)
         return {"steps": runtime.status("steps"), "us_a_step": seconds * 1e6 / runtime.status("steps"), **found}
 
 
@@ -208,6 +218,7 @@ def serve(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         config = EngineConfig(
             vocab=m.vocab_size, eos_ids=m.eos_token_ids, slots=64, sq_entries=256, cq_entries=2048, max_rows=8,
             arena_tokens=1 << 14, max_len=min(256, m.max_position_embeddings), pages=50, token_budget=64,
+            prefix_cache=int(m.keys_are_final(min(256, m.max_position_embeddings))),
         )  # fmt: skip
         network = load_network(model, CudaOps("float32"), config.max_len)
         todo = drawn_requests(np.random.default_rng(5), 24, config)
@@ -234,10 +245,12 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     **{f"noop-{s}": (lambda o, s=s: noop(s, o)) for s in STRATEGIES},  # type: ignore[misc]
     **{f"diff-{d}": (lambda o, d=d: step_diffs(d, o)) for d in ("float32", "bfloat16")},  # type: ignore[misc]
     **{f"serve-{s}": (lambda o, s=s: serve(s, o)) for s in STRATEGIES},  # type: ignore[misc]
-    "gap-fire": lambda o: gap("fire", o),
+    "gap-fire": lambda o: gap("fire", step_us=GAP_STEP_US),
+    "gap-bare": lambda o: gap("fire"),
     "entry-fire": lambda o: entry("fire", o),
-    "gap-tail": lambda o: gap("tail", o),
-    "gap-host": lambda o: gap("host", o),
+    "gap-tail": lambda o: gap("tail", step_us=GAP_STEP_US),
+    "gap-switch": lambda o: gap("switch", step_us=GAP_STEP_US),
+    "gap-host": lambda o: gap("host", step_us=GAP_STEP_US),
 }
 
 

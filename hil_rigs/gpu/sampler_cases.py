@@ -169,11 +169,17 @@ def sampler(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
     cuda = CudaSampler(ops.kernels, vocab, 2, 2, WIDTH)
     outputs = rng.integers(0, vocab, (2, 30)).astype(np.int32)
     logits = np.zeros((2, vocab), np.float32)
-    for owner, length in ((5, 3), (5, 4), (5, 20), (9, 6), (9, 30), (5, 12), (5, 2)):
+    # The new owner has fewer tokens than the last, or as many, or more.
+    for owner, length in ((5, 3), (5, 4), (5, 20), (9, 6), (9, 30), (5, 12), (5, 2), (9, 2), (5, 25), (9, 26)):
         row = SamplingRow(
             temperature=1.0, frequency_penalty=0.9, repetition_penalty=1.2, presence_penalty=0.3, seed=owner,
             position=length, prompt=outputs[owner % 2, :2], output=outputs[owner % 2, 2:length],
         )  # fmt: skip
         pair = [row, row]
         got = run_sampler(cuda, logits, device_rows(pair, [owner, 77]), 1)
-        yield from compare(got, sample(logits[:1], pair[:1], WIDTH), f"owner {owner} with {length} tokens")
+        case = f"owner {owner} with {length} tokens"
+        yield from compare(got, sample(logits[:1], pair[:1], WIDTH), case)
+        counts = np.bincount(row.output, minlength=vocab).astype(np.uint32)
+        counts[row.prompt] |= 1 << 31
+        wrong = float(np.mean(cp.asnumpy(cuda._counts[0]) != counts))
+        yield Outcome("sampler: penalty counts", case, "float32", wrong, 0.0)

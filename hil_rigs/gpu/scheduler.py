@@ -21,9 +21,14 @@ THREADS = 256
 
 
 class GpuScheduler:
-    """`_native.Scheduler` on the GPU. Addresses are of host memory."""
+    """`_native.Scheduler` on the GPU. Addresses are of host memory.
 
-    def __init__(self, shared: int, state: int, log: int, plan: int, group_size: int = THREADS) -> None:
+    group_size: threads of the block; the shipped number and no other, for callers have a default of their own.
+    """
+
+    def __init__(self, shared: int, state: int, log: int, plan: int, group_size: int) -> None:
+        if group_size != THREADS:
+            raise ValueError(f"a group of {group_size} threads on the GPU: the scheduler's block has {THREADS}")
         config = EngineConfig.unpack(ctypes.string_at(shared, 256))
         layouts = config.layouts()
         sizes = (config.shared_nbytes(), *(layouts[name].nbytes for name in ("State", "Log", "Plan")))

@@ -186,11 +186,12 @@ class Step:
         few = self.tokens <= ops.gemm.skinny_rows
         fused = small and ops.gemm.norms(self.tokens, s.hidden)
         pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
-        for layer in stack.layers:
+        followers = [layer.qkv for layer in stack.layers[1:]] + [None]
+        for layer, follower in zip(stack.layers, followers, strict=True):
             first, second = (Norm(w, 1e-5) if fused else None for w in layer.norms)
             h = self.x if fused else self.h
             if small and not fused:
-                self._norm(pending, layer.norms[0])
+                self._norm(pending, layer.norms[0], layer.qkv)
             if products:
                 ops.linear(h, layer.qkv, self.qkv, norm=first)
             if small:
@@ -206,22 +207,23 @@ class Step:
                 )
             if attends:
                 ops.paged_attention(
-                    shaped, layer.k, layer.v, self.plan, self.attended, decode=self.decode, prefill=self.prefill
-                )
+                    shaped, layer.k, layer.v, self.plan, self.attended, decode=self.decode, prefill=self.prefill,
+                    ahead=layer.out,
+                )  # fmt: skip
             if products:
                 pending = self._project(self.attended, layer.out, few)
             mixture, router = self.moe, layer.router
             if small and not fused:
-                self._norm(pending, layer.norms[1])
+                self._norm(pending, layer.norms[1], layer.gate_up if router is None else None)
             if products and mixture is not None and router is not None:
                 pending = None
                 mixture(
                     h, router, layer.gate_up, layer.down, self.arrays.sizes, self.x, normalize=True,
-                    residual=self.x, norm=second, normed=self.h,
+                    residual=self.x, norm=second, normed=self.h, ahead=follower,
                 )  # fmt: skip
             elif products:
                 if small or few:
-                    ops.gate_up_silu(h, layer.gate_up, self.acted, self.both, norm=second)
+                    ops.gate_up_silu(h, layer.gate_up, self.acted, self.both, norm=second, ahead=layer.down)
                 else:
                     ops.linear(self.h, layer.gate_up, self.both)
                 pending = self._project(self.acted, layer.down, few)
@@ -242,11 +244,11 @@ class Step:
             return None
         return self.stack.ops.linear(x, weight, self.delta)
 
-    def _norm(self, pending: cp.ndarray | None, weight: cp.ndarray) -> None:
+    def _norm(self, pending: cp.ndarray | None, weight: cp.ndarray, following: CudaWeight | None) -> None:
         if pending is None:
             self.stack.ops.rms_norm(self.x, weight, 1e-5, self.h)
         else:
-            self.stack.ops.add_rms_norm(self.x, pending, weight, 1e-5, self.h)
+            self.stack.ops.add_rms_norm(self.x, pending, weight, 1e-5, self.h, ahead=following)
 
     def results_host(self) -> Any:
         """STEP_RESULT records of the rows."""

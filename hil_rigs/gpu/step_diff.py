@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +25,12 @@ from blink_core.frontend.ring_client import RingClient
 from blink_core.models import KVPool, load_model
 from blink_core.ops.cuda_ops import CudaOps, to_host
 from blink_core.ops.cuda_sampling import STEP_RESULT
-from blink_core.runtime.cpu import CpuRuntime
+from blink_core.runtime.cpu import CpuRuntime, Plan
 from blink_core.runtime.cuda_graphs import StepGraphs
 from blink_core.runtime.cuda_model import load_network
 from blink_core.runtime.cuda_step import CudaStep, StepMemory, buckets_of, poisoned_pool
 from blink_core.runtime.model_step import Capture, ModelStep
+from blink_core.runtime.redo import redo_parts
 from blink_core.transport.shm import ShmTransport
 
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-1, "float16": 3e-2}  # of ||gpu - numpy|| / ||numpy||, by buffer
@@ -148,7 +149,9 @@ class Twins:
         self._run_gpu()
         self.kept.logits = np.zeros((0, 0), np.float32)
         self.model_step(plan)
-        found = list(self._compare(plan.step, plan.kv_slots, np.flatnonzero(plan.rows["sample"]), plan.results))
+        anew = sum(count for _, _, count in self._redo_parts())
+        found = [Difference(plan.step, f"anew {anew} positions", 0.0, 0.0)] if anew else []
+        found += list(self._compare(plan.step, self._written(plan), np.flatnonzero(plan.rows["sample"]), plan.results))
         self.poll()
         return found
 
@@ -158,14 +161,36 @@ class Twins:
         for device, host in ((self.state, runtime.state), (self.plan, runtime.plan)):
             device.set(np.frombuffer(host.buffer, np.uint8, device.size))
         sizes = (int(header["n_tokens"]), int(header["n_rows"]), int(header["n_samples"]))
-        graph = self.graphs.choose(*sizes)
         cp.cuda.Device().synchronize()
+        parts = self._redo_parts()
+        for part in parts:
+            self.step.set_redo(part)
+            self._launch(part[2], 1, 0)
+        if parts:
+            self.step.set_redo((0, 0, 0))
+        self._launch(*sizes)
+
+    def _redo_parts(self) -> list[tuple[int, int, int]]:
+        """Passes that LongRoPE asks for ahead of the plan at hand."""
+        rows = self.runtime.current_plan().rows
+        return redo_parts(rows, self.network.original_max, self.config.token_budget)
+
+    def _launch(self, tokens: int, rows: int, samples: int) -> None:
+        graph = self.graphs.choose(tokens, rows, samples)
         if self._by_graph:
             self.graphs.launch(graph)
             return
         with self.graphs.stream:
             self.step.run(graph.bucket)
         self.graphs.stream.synchronize()
+
+    def _written(self, plan: Plan) -> Array:
+        """Slots that the step writes: of its new tokens, and of what it computes anew."""
+        size, found = self.config.page_size, [plan.kv_slots]
+        for row, first, count in self._redo_parts():
+            at = np.arange(first, first + count)
+            found.append(plan.block_tables[row][at // size].astype(np.int64) * size + at % size)
+        return np.concatenate(found)
 
     def _compare(self, step: int, slots: Array, sampled: Array, results: Array) -> Iterator[Difference]:
         limit = LIMITS[self.dtype]
@@ -205,6 +230,8 @@ def diff(model: Path, dtype: str, *, requests: int = 14, seed: int = 0, graphs: 
         vocab=m.vocab_size, eos_ids=m.eos_token_ids, slots=16, sq_entries=64, cq_entries=1024, arena_tokens=1 << 13,
         max_len=min(160, m.max_position_embeddings), pages=26, max_rows=6, token_budget=40,
     )  # fmt: skip
+    if not m.keys_are_final(config.max_len):
+        config = replace(config, prefix_cache=0)
     twins = Twins(model, dtype, config, graphs=graphs)
     try:
         client = twins.attach()

@@ -33,6 +33,8 @@ struct DecodeParams {
   i64 table_stride;
   int heads, kv_heads, max_items;
   float scale;  // of the scores, times log2(e)
+  const void* ahead;  // what the next product reads, or null: blocks without work fetch it into the L2
+  i64 ahead_bytes;
 };
 
 // Copies one tile of keys and values: tokens [token, token + 16), zeros where not in [low, end).
@@ -70,6 +72,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
   const int4* early = p.items + 2 * min(work / per_item, p.max_items - 1);
   int4 item = early[0], more = early[1];
   const int works = p.counts[0] * per_item;
+  if (work >= works && p.ahead != nullptr) {
+    const i64 idle = gridDim.x - works, index = blockIdx.x - works;
+    prefetch_share(p.ahead, p.ahead_bytes, threadIdx.x * idle + index, idle * blockDim.x);
+  }
 
   while (work < works) {
     const int index = work / per_item, place = work - index * per_item;

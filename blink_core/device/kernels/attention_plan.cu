@@ -3,6 +3,10 @@
 //
 // Rows with one new token are decode rows: their visible keys are cut into splits of about equal length, one item each.
 // Other rows are prefill: their new tokens are cut into tiles of `tile_tokens`, the last (heaviest) first.
+//
+// In batch-invariant mode (`piece`) all rows are prefill. There a token's sums are made for pieces of so many keys, cut by
+// position, and added in order: a tile of several tokens takes all its pieces, a row of one token has a tile for each
+// piece as long as there is room, which leaves the same bits.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
@@ -16,6 +20,8 @@ struct PlanParams {
   int tile_tokens;   // new tokens of a prefill tile
   int window;        // keys a query sees, its own included; 0: all
   int max_items, max_tiles;
+  int piece;         // keys of a piece in batch-invariant mode, else 0
+  int max_pieces;    // of all rows with one new token
 };
 
 // Exclusive prefix sum over the block; `total` gets the sum. `scratch`: THREADS / 32 words.
@@ -46,7 +52,8 @@ DEVICE int first_key(int position, int window) {
 // row_starts [n_rows + 1], context_lens, table_rows [n_rows]. counts: {items, tiles, overflow}. items: two int4 each,
 // {row, first key, end key, split | splits << 16} and {token, row of the block tables, first visible key, 0}; a row's
 // items are neighbours. tiles {row of the block tables, first token in the step's arrays, tokens, position of the
-// first}. token_rows: row of each token.
+// first}; in batch-invariant mode two int4 each, the other {place of the piece's sums or -1 for all pieces, piece, place
+// among the row's pieces | their number << 16, row}. token_rows: row of each token.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_plan(const StepSizes* sizes, const int* row_starts, const int* context_lens, const int* table_rows,
                    PlanParams p, int* counts, int4* items, int4* tiles, int* token_rows) {
@@ -57,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int base = 0; base < rows; base += THREADS) {
     const int row = base + threadIdx.x;
     int units = 0, sum;
-    if (row < rows && row_starts[row + 1] - row_starts[row] == 1) {
+    if (row < rows && row_starts[row + 1] - row_starts[row] == 1 && p.piece == 0) {
       const int end = context_lens[row], first = first_key(end - 1, p.window) / UNIT * UNIT;
       units = (end - first + UNIT - 1) / UNIT;
     }
@@ -69,21 +76,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   int chunk = max((keys + room - 1) / room, (p.min_chunk + UNIT - 1) / UNIT);
   if (p.fixed_chunk > 0) chunk = p.fixed_chunk / UNIT;
   chunk = max(chunk, 1);
-  int n_items = 0, n_tiles = 0;
+  int n_items = 0, n_tiles = 0, n_pieces = 0;
   for (int base = 0; base < rows; base += THREADS) {
     const int row = base + threadIdx.x;
-    int splits = 0, row_tiles = 0, first = 0, end = 0, start = 0, length = 0, units = 0, sum;
+    int splits = 0, row_tiles = 0, first = 0, end = 0, start = 0, length = 0, units = 0, pieces = 0, sum;
     if (row < rows) {
       start = row_starts[row];
       length = row_starts[row + 1] - start;
       end = context_lens[row];
-      if (length == 1) {
+      if (length == 1 && p.piece == 0) {
         token_rows[start] = row;
         first = first_key(end - 1, p.window) / UNIT * UNIT;
         units = (end - first + UNIT - 1) / UNIT;
         splits = (units + chunk - 1) / chunk;
       } else {
         row_tiles = (length + p.tile_tokens - 1) / p.tile_tokens;
+        if (p.piece > 0 && length == 1) {
+          first = first_key(end - 1, p.window) / p.piece;
+          pieces = (end - 1) / p.piece - first + 1;
+        }
       }
     }
     const int item = n_items + block_scan(splits, scratch, sum);
@@ -98,6 +109,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
     if (threadIdx.x == 0) n_prefill = 0;
+    const int place = n_pieces + block_scan(pieces > 1 ? pieces : 0, scratch, sum);
+    n_pieces += sum;
+    const bool cut = pieces > 1 && place + pieces <= p.max_pieces;
+    if (cut) row_tiles = pieces;
     const int tile = n_tiles + block_scan(row_tiles, scratch, sum);
     n_tiles += sum;
     if (row_tiles > 0) prefill[atomicAdd(&n_prefill, 1)] = row;
@@ -108,8 +123,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (row_tiles > 0 && tile + row_tiles <= p.max_tiles) {
       for (int i = 0; i < row_tiles; ++i) {
-        const int at = (row_tiles - 1 - i) * p.tile_tokens;
-        tiles[tile + i] = make_int4(table_rows[row], start + at, min(p.tile_tokens, length - at), end - length + at);
+        const int at = cut ? 0 : (row_tiles - 1 - i) * p.tile_tokens;
+        const int4 made = make_int4(table_rows[row], start + at, min(p.tile_tokens, length - at), end - length + at);
+        if (p.piece == 0) {
+          tiles[tile + i] = made;
+        } else {
+          tiles[2 * (tile + i)] = made;
+          tiles[2 * (tile + i) + 1] = make_int4(cut ? place + i : -1, first + i, i | pieces << 16, row);
+        }
       }
     }
   }

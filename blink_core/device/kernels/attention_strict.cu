@@ -2,10 +2,12 @@
 // time.
 //
 // Keys are taken in blocks of 128 counted from position 0 and added in order, so a result depends on its context alone:
-// not on the batch, the chunks of its prompt, or whether it came by prefill or decode.
+// not on the batch, the chunks of its prompt, or whether it came by prefill or decode. Long sums have two levels: one
+// chain over a long context would lose more to rounding than HuggingFace's float32, which the criterion measures by.
 #include "common.cuh"
 
 constexpr int KEYS = 128;
+constexpr int PART = 16;  // products that are added up by themselves first
 
 struct StrictParams {
   const T* q;  // rows of `q_stride` elements, [heads, HEAD_DIM] each
@@ -51,10 +53,15 @@ extern "C" __global__ void __launch_bounds__(KEYS) attention_strict(const __grid
       if (valid) {
         at = ((u64(table[key / PAGE_SIZE]) * PAGE_SIZE + key % PAGE_SIZE) * p.kv_heads + kv_head) * HEAD_DIM;
         score = 0.f;
-        for (int d = 0; d < HEAD_DIM; d += VEC) {
-          const Vec k = *reinterpret_cast<const Vec*>(p.k_pages + at + d);
+        for (int part = 0; part < HEAD_DIM; part += PART) {
+          float some = 0.f;
 #pragma unroll
-          for (int e = 0; e < VEC; ++e) score += q[d + e] * to_float(k.e[e]);
+          for (int d = part; d < part + PART && d < HEAD_DIM; d += VEC) {
+            const Vec k = *reinterpret_cast<const Vec*>(p.k_pages + at + d);
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) some += q[d + e] * to_float(k.e[e]);
+          }
+          score += some;
         }
       }
       places[threadIdx.x] = at;
@@ -69,9 +76,12 @@ extern "C" __global__ void __launch_bounds__(KEYS) attention_strict(const __grid
       weights[threadIdx.x] = weight;
       sum = sum * rescale + block_sum(weight, scratch);  // its barriers publish the weights
       if (threadIdx.x < HEAD_DIM) {
-        o *= rescale;
         const int stop = min(KEYS, last + 1 - base);
-        for (int i = max(0, low - base); i < stop; ++i) o += weights[i] * to_float(p.v_pages[places[i] + threadIdx.x]);
+        float some = 0.f;
+        for (int i = max(0, low - base); i < stop; ++i) {
+          some += weights[i] * to_float(p.v_pages[places[i] + threadIdx.x]);
+        }
+        o = o * rescale + some;
       }
     }
     if (threadIdx.x < HEAD_DIM) p.out[work * HEAD_DIM + threadIdx.x] = from_float<T>(o / sum);

@@ -3,11 +3,13 @@
 //
 // Tags lie as blink_core/ops/kv_tags.py lays them out. A step runs kv_tags_begin behind step_view, then in each layer
 // kv_tags_append behind the kernel that writes keys and values, kv_tags_check and kv_tags_report ahead of attention,
-// and kv_tags_end behind the sampler. Nothing of it is launched when the sanitizer is off.
+// and kv_tags_end behind the sampler. Nothing of it is launched when the sanitizer is off. A pass that computes a row
+// anew for LongRoPE (`redo`) writes the same rows again: their tags stay as they are.
 //
 // What a row must hold comes from the reader's own tokens in the token pool and from nothing that the plan says but
 // whose row it is; tags come from the arrays that the model reads. No kernel here starts before the one ahead has ended.
 #include "../abi.hpp"
+#include "redo.cuh"
 
 using namespace blink;
 
@@ -56,9 +58,16 @@ struct KvTagsParams {
   uint64_t* first;               // [max_rows] least key of a mismatch in this layer, or NONE
   uint64_t* condemned;           // [requests] life of the request that read a wrong row
   uint64_t* counters;            // [5]
-  Report* reports;               // [max_reports]
+  Report* reports;               // [max_reports], in host memory
+  const Redo* redo;              // or null
+  uint64_t* told;                // [5] in host memory: `counters` as others see them, or null; the host writes REPORTS
+  uint64_t* offered;             // in host memory: reports that are there to be taken
+  uint64_t limit_ns;             // longest wait for the host to take them
   uint32_t layers, max_reports;
 };
+
+// Whether the step's own plan runs, not a pass of LongRoPE's.
+__device__ bool of_plan(const KvTagsParams& p) { return p.redo == nullptr || p.redo->count == 0; }
 
 // mix_word of device/checksum.hpp.
 __device__ uint64_t mix(uint32_t word, uint64_t index) {
@@ -99,8 +108,9 @@ __device__ uint64_t add(uint64_t* counter, uint64_t more) {
 extern "C" __global__ void __launch_bounds__(BLOCK) kv_tags_begin(const __grid_constant__ KvTagsParams p) {
   __shared__ uint64_t scratch[BLOCK / 32], before_new;
   const uint32_t r = blockIdx.x;
-  if (r == 0 && threadIdx.x == 0) add(&p.counters[STEPS], 1);
+  if (!of_plan(p)) return;
   if (r >= p.header->n_rows) return;
+  if (r == 0 && threadIdx.x == 0) add(&p.counters[STEPS], 1);
   const PlanRow& row = p.plan_rows[r];
   const Request& q = p.requests[row.request];
   const uint64_t arrival = look(q.arrival);
@@ -159,6 +169,7 @@ __device__ uint64_t* plane(const KvTagsParams& p, uint32_t values, uint32_t laye
 // Tags of the new tokens, of one layer's keys and values. Padding writes no tag.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     kv_tags_append(const __grid_constant__ KvTagsParams p, uint32_t layer) {
+  if (!of_plan(p)) return;
   const uint32_t words = p.header->n_tokens * WORDS;
   uint64_t *k = plane(p, 0, layer), *v = plane(p, 1, layer);
   for (uint32_t i = blockIdx.x * BLOCK + threadIdx.x; i < words; i += gridDim.x * BLOCK) {
@@ -218,6 +229,7 @@ __device__ void note(const KvTagsParams& p, uint32_t r, uint64_t key) {
 // Every row that one layer's attention is about to read. window: keys that a query sees, its own included; 0: all.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     kv_tags_check(const __grid_constant__ KvTagsParams p, uint32_t layer, uint32_t window) {
+  if (!of_plan(p)) return;
   const uint32_t n_rows = p.header->n_rows, size = p.config->page_size;
   const uint64_t *tags[2] = {plane(p, 0, layer), plane(p, 1, layer)}, *base = plane(p, 0, 0);
   // Neighbouring blocks share a row: `each` of them, or one where there are more rows than blocks.
@@ -264,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 // One report for each row whose first mismatch this layer showed. One block.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     kv_tags_report(const __grid_constant__ KvTagsParams p, uint32_t layer) {
+  if (!of_plan(p)) return;
   for (uint32_t r = threadIdx.x; r < p.header->n_rows; r += BLOCK) {
     const uint64_t key = p.first[r];
     if (key == NONE) continue;
@@ -285,11 +298,36 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
            uint32_t(tag[WRITTEN] & LOW),
            tag[PREFIX] == p.expected[(uint64_t(r) * p.config->max_len + at) * 2] ? 1u : 0u, look(page.state),
            look(page.owner), look(page.generation)};
+    __threadfence_system();  // the host is told of it by kv_tags_end
   }
+}
+
+__device__ uint64_t read_host(const uint64_t* word) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+  return v;
+}
+
+// Tells the host the counters. New reports wait until it has taken them: a request never ends before its report is in
+// the file. One thread.
+__device__ void tell(const KvTagsParams& p) {
+  const uint64_t made = p.counters[REPORTS];
+  for (uint32_t i = 0; i <= GONE; ++i) {
+    if (i != REPORTS) static_cast<volatile uint64_t*>(p.told)[i] = p.counters[i];
+  }
+  if (read_host(&p.told[REPORTS]) == made) return;
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p.offered), "l"(made) : "memory");
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (read_host(&p.told[REPORTS]) != made && now - begin < p.limit_ns);
 }
 
 // No token of a request passes that read a wrong row.
 extern "C" __global__ void __launch_bounds__(BLOCK) kv_tags_end(const __grid_constant__ KvTagsParams p) {
+  if (!of_plan(p)) return;
+  if (threadIdx.x == 0 && p.told != nullptr) tell(p);
   for (uint32_t r = threadIdx.x; r < p.header->n_rows; r += BLOCK) {
     if (p.condemned[p.plan_rows[r].request] == p.rows[r].life) p.results[r].status = uint32_t(StepStatus::FAILED);
   }

@@ -1,5 +1,6 @@
 // The last kernels of a step graph: the capture of logits for verification, and the word that says that the step is over.
 #include "../abi.hpp"
+#include "redo.cuh"
 #include "sample_row.cuh"
 
 using namespace blink;
@@ -17,6 +18,7 @@ struct StepEndParams {
   uint64_t* times;                     // [slots, 2] {begun, ended} in host memory, or null
   const int* attention[MAX_PLANS];     // counts of the attention plans; [2] is set if a list was too small
   uint32_t n_plans, slots;             // slots: a power of two
+  Redo* redo;                          // or null; of a pass ahead of the plan `done` is in here
 };
 
 // Launched without programmatic dependence: whatever the step wrote is there before `done` is.
@@ -24,6 +26,11 @@ extern "C" __global__ void step_end(const __grid_constant__ StepEndParams p) {
   if (threadIdx.x != 0) return;
   for (uint32_t i = 0; i < p.n_plans; ++i) {
     if (p.attention[i][2] != 0) p.header->status = uint32_t(StepStatus::FAILED);
+  }
+  if (p.redo != nullptr && p.redo->count > 0) {
+    const unsigned long long number = p.redo->number;
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&p.redo->done), "l"(number) : "memory");
+    return;
   }
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

@@ -18,9 +18,9 @@ from verification.scheduler.programs import Program, perform, wind_up
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 
-def run(program: Program, native: Any) -> dict[str, bytes]:
+def run(program: Program, native: Any, group_size: int) -> dict[str, bytes]:
     """Final bytes of all regions: log and completion queues tell every plan and event of the run."""
-    h = Harness(program.config, native=native, checks=False)
+    h = Harness(program.config, native=native, group_size=group_size, checks=False)
     h.attach()
     for tick in program.ticks:
         perform(h, tick)
@@ -40,8 +40,8 @@ HISTORIES: dict[str, Callable[[int], Program]] = {
 def test_block_equals_host(name: str, seed: int) -> None:
     """Catches: work of a thread of the block that is lost, done twice or read before it is written, and anything that
     the GPU's compiler makes of the source which the host's does not."""
-    from hil_rigs.gpu.scheduler import GpuNative
+    from hil_rigs.gpu.scheduler import THREADS, GpuNative
 
     program = HISTORIES[name](seed)
-    expected, got = run(program, _native), run(program, GpuNative)
+    expected, got = run(program, _native, 1), run(program, GpuNative, THREADS)
     assert [name for name in expected if got[name] != expected[name]] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,20 +10,29 @@ import pytest
 from cuda.bindings import nvrtc
 
 from blink_core.ops.cuda_sources import KERNELS, options, source
+from blink_core.runtime import serve_abi
 from blink_core.runtime.nvrtc import ARCHITECTURES, step_options
 
 HEAD = {"HEAD_DIM": 128, "PAGE_SIZE": 16}
 # Every file for the architecture developed on; on the others those with instructions of their own: each takes seconds.
 ELSEWHERE = ("elementwise.cu", "attention_decode.cu")
-PLAIN = ("elementwise.cu", "attention_plan.cu", "gemm_skinny.cu", "gemm_tile.cu", "moe.cu", "sampler.cu")
+PLAIN = (
+    "elementwise.cu", "attention_plan.cu", "gemm_fixed.cu", "gemm_skinny.cu", "gemm_tile.cu", "moe.cu", "moe_one.cu",
+    "sampler.cu",
+    "resident_stand_in.cu",
+)  # fmt: skip
 HEADS = ("rope_kv.cu", "attention_decode.cu", "attention_prefill.cu", "attention_strict.cu")
 STEP = ("step_view.cu", "step_end.cu", "kv_sanitizer.cu")  # compiled with the ABI's header, see below
 VARIANTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("gemm_tile.cu", "float32", {}),
+    ("gemm_fixed.cu", "float16", {}),
+    ("moe_one.cu", "float16", {}),
     ("attention_strict.cu", "float32", HEAD),
     ("rope_kv.cu", "float32", {"HEAD_DIM": 96}),
     ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8}),
     ("attention_prefill.cu", "bfloat16", {"HEAD_DIM": 64, "PAGE_SIZE": 8}),
+    ("attention_prefill.cu", "bfloat16", {**HEAD, "KEY_PIECE": 512}),  # batch-invariant mode
+    ("attention_prefill.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 16, "KEY_PIECE": 512}),
 )
 
 
@@ -65,6 +75,17 @@ def test_every_kernel_compiles() -> None:
 def test_step_kernels_compile(file: str) -> None:
     """Catches: a first or last kernel of a step that no longer fits the plan's records."""
     compile_kernels(source(file), ("--gpu-architecture=sm_90a", *step_options()))
+
+
+def test_parameters_of_the_ends_agree() -> None:
+    """Catches: a parameter of a step's first or last kernel added on one side only."""
+    for file, structs in (
+        ("step_view.cu", (serve_abi.StepViewParams,)),
+        ("step_end.cu", (serve_abi.StepEndParams, serve_abi.NoopParams, serve_abi.CaptureParams)),
+    ):
+        facts = [f"static_assert(sizeof({s.__name__}) == {ctypes.sizeof(s)});" for s in structs]
+        text = "\n".join([source(file), *facts, ""])
+        assert compile_kernels(text, ("--gpu-architecture=sm_90a", *step_options())) == ""
 
 
 def test_compiler_errors_are_reported() -> None:

@@ -14,7 +14,8 @@ if MISSING is None:
     from hil_rigs.gpu.ops_cases import CASES
     from hil_rigs.gpu.sampler_cases import sampler
 
-PARTS = ("rows", "products", "invariance", "rope", "attention", "append", "torch", "moe")
+PARTS = ("rows", "products", "invariance", "rope", "attention", "append", "far", "torch", "moe")
+NONE = {("torch", "float32"), ("far", "float32")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -23,7 +24,9 @@ def test_operation_equals_numpy(part: str, dtype: str) -> None:
     """Catches: a wrong page, head, position, window or split, a read beyond a context (NaN and noise are there), a lost
     residual or bias, bits that depend on the batch, and an error above that of the element type."""
     outcomes = list(CASES[part](CudaOps(dtype), np.random.default_rng(1)))
-    assert outcomes or (part, dtype) == ("torch", "float32")
+    if part == "far" and not outcomes and dtype != "float32":
+        pytest.skip("no room for pools of 2^32 elements")
+    assert outcomes or (part, dtype) in NONE
     assert [o for o in outcomes if not o.ok] == []
 
 

@@ -1,0 +1,175 @@
+"""All checks of the gpu rig that are not the suite's profiles, each a process with a deadline; one short table last.
+
+    python -m hil_rigs.gpu.all [--stages NAME,...] [--skip NAME,...] [--jobs N] [--limit S] [--out DIR] [--list]
+
+Names may end in `*`. Stages that measure time run alone, after all others; those share the GPU, N at a time. A stage
+that is not over at its own limit, or at that of the whole, is killed with all its processes and says TIMEOUT.
+Exit 0: all passed; 1: one did not; 2: nothing ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PYTEST = ("-m", "pytest", "-p", "verification.plugin", "-q", "--no-header")
+FAULTS = "engine-stop or engine-kill or frontend-stop or frontend-kill"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Arguments of Python, and seconds. alone: it measures time, so nothing runs beside it."""
+
+    arguments: tuple[str, ...]
+    limit_s: float
+    alone: bool = False
+
+
+def _stages() -> dict[str, Stage]:
+    device, here = ("-m", "verification.on_device"), "tests/hil/gpu"
+    faults = "verification/suite/test_under_faults.py"
+    return {
+        "group": Stage((*PYTEST, f"{here}/test_group.py"), 150),
+        "watchdog": Stage((*PYTEST, f"{here}/test_watchdog.py"), 240),
+        "faults": Stage((*PYTEST, faults, "--rig", "gpu", "-k", FAULTS), 240),
+        "long": Stage((*device, "long"), 300),
+        **{
+            f"shape-{name}": Stage((*device, "shapes", "--shape", name), 300)
+            for name in ("llama-3-8b", "phi-4", "qwen3-32b", "qwen3-30b-a3b")
+        },
+        **{
+            f"sanitize-{tool}": Stage(("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "280"), 300)
+            for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+        },
+        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, alone=True),
+        "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, alone=True),
+    }
+
+
+STAGES = _stages()
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One stage's end. said: the last line of its output."""
+
+    stage: str
+    state: str
+    seconds: float
+    said: str
+
+
+class Runner:
+    """Runs stages until `deadline`, a monotonic time."""
+
+    def __init__(self, deadline: float, out: Path, tail: int) -> None:
+        self._deadline, self._out, self._tail = deadline, out, tail
+        self._printing = threading.Lock()
+
+    def run(self, name: str) -> Ran:
+        """One stage, to its end or to its limit."""
+        stage, begin = STAGES[name], time.monotonic()
+        left = min(stage.limit_s, self._deadline - begin)
+        if left <= 1.0:
+            return Ran(name, "NOT RUN", 0.0, "the time of the whole was over")
+        path = self._out / f"{name}.log"
+        with path.open("w", errors="replace") as log:
+            process = subprocess.Popen(
+                [sys.executable, *stage.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()},
+                start_new_session=True,  # so that all of it can be killed
+            )
+            try:
+                code: int | None = process.wait(left)
+            except subprocess.TimeoutExpired:
+                code = None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30.0)
+        text = path.read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        state = "TIMEOUT" if code is None else "pass" if code == 0 else f"FAIL {code}"
+        if code == 0 and stage.arguments[: len(PYTEST)] == PYTEST and " passed" not in (lines or [""])[-1]:
+            state = "SKIPPED"  # a test that was skipped shows nothing
+        seconds = time.monotonic() - begin
+        with self._printing:
+            print(f"{name}: {state} after {seconds:.0f} s", flush=True)
+            if state != "pass":
+                print(f"--- {name}\n{text[-self._tail :]}\n---", flush=True)
+        return Ran(name, state, round(seconds, 1), lines[-1] if lines else "")
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def chosen(names: str, skip: str) -> list[str]:
+    """Stages that match one of the patterns and none of `skip`. Raises ValueError for a pattern that none matches."""
+    found: list[str] = []
+    for pattern in names.split(","):
+        matching = fnmatch.filter(STAGES, pattern)
+        if not matching:
+            raise ValueError(f"no stage {pattern!r}; there are {', '.join(STAGES)}")
+        found += matching
+    skipped = [pattern for pattern in skip.split(",") if pattern]
+    kept = [name for name in STAGES if name in found]
+    return [name for name in kept if not any(fnmatch.fnmatch(name, pattern) for pattern in skipped)]
+
+
+def run_all(names: list[str], *, jobs: int, limit_s: float, out: Path, tail: int) -> list[Ran]:
+    """Stages that share the GPU first, `jobs` at a time, then those that run alone."""
+    runner = Runner(time.monotonic() + limit_s, out, tail)
+    with ThreadPoolExecutor(jobs) as pool:
+        ran = list(pool.map(runner.run, [n for n in names if not STAGES[n].alone]))
+    ran += [runner.run(name) for name in names if STAGES[name].alone]
+    return ran
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default="*")
+    parser.add_argument("--skip", default="")
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds of the whole")
+    parser.add_argument("--out", type=Path, help="folder that keeps the stages' output and all.json")
+    parser.add_argument("--tail", type=int, default=1200, help="characters shown of a stage that did not pass")
+    parser.add_argument("--list", action="store_true", help="names of the stages, and nothing else")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(STAGES))
+        return 0
+    try:
+        names = chosen(options.stages, options.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    with contextlib.ExitStack() as stack:
+        out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blink-gpu-")))
+        out.mkdir(parents=True, exist_ok=True)
+        ran = run_all(names, jobs=max(1, options.jobs), limit_s=options.limit, out=out, tail=options.tail)
+        (out / "all.json").write_text(json.dumps([asdict(one) for one in ran], indent=1))
+    print(f"\n{'stage':22s} {'state':8s} {'s':>6s}  said")
+    for one in ran:
+        print(f"{one.stage:22s} {one.state:8s} {one.seconds:6.1f}  {one.said[:100]}")
+    return 2 if not ran else 0 if all(one.state == "pass" for one in ran) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

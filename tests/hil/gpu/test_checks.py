@@ -1,0 +1,259 @@
+"""The checks of the gpu rig as far as they go without a GPU: what they decide from what they saw, and their load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hil_rigs.gpu import all as all_checks
+from hil_rigs.gpu import freeze, interference, sanitize
+from hil_rigs.gpu.all import STAGES, Stage, chosen, run_all
+from hil_rigs.gpu.burn import burning, parse_cores, split_cores
+from hil_rigs.gpu.processes import activity
+
+DEADLINE_S = 30.0
+
+
+def test_activity_is_that_of_all_threads() -> None:
+    """Catches: work of a thread other than the main one that a frozen engine's record leaves out; a process that only
+    waits counted as busy."""
+    code = (
+        "import threading; print('on', flush=True); threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as busy:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        before = activity(busy.pid)
+        deadline = time.monotonic() + DEADLINE_S
+        while not activity(busy.pid).moved_since(before):
+            assert time.monotonic() < deadline, "it worked and nothing was seen"
+        busy.send_signal(signal.SIGSTOP)
+        still = freeze.await_stopped(busy.pid)
+        assert still.states == "T"
+        assert activity(busy.pid).moved_since(still) == []
+        busy.kill()
+
+
+def observation(**changes: Any) -> dict[str, Any]:
+    parts = {"tokens": 1000, "ends": 4, "errors": 0}
+    seen = {part: dict(parts) for part in ("running", "frozen", "frozen_with_new", "again")}
+    return deepcopy(seen | {"moved_while_frozen": [], "gpu": {"engine": True, "others": []}} | changes)
+
+
+STOOD = {"tokens": 0, "ends": 0, "errors": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"frozen": STOOD}, "0 tokens, 1000 running"),
+        ({"frozen_with_new": STOOD}, "0 of 4 new requests"),
+        ({"moved_while_frozen": ["user 3 -> 4"]}, "was active: user 3 -> 4"),
+        ({"gpu": {"engine": True, "others": [77]}}, "other processes have a context on the GPU: [77]"),
+        ({"gpu": {"engine": False, "others": []}}, "NVML does not show the engine's own"),
+        ({"gpu": {"unknown": "NVML does not start"}}, "NVML does not start"),
+        ({"again": {"tokens": 1, "ends": 0, "errors": 2}}, "ended with errors"),
+    ],
+)
+def test_freeze_is_judged(changes: dict[str, Any], words: str) -> None:
+    """Catches: a frozen engine that was active, a second CUDA context, or an NVML that shows nothing, passed."""
+    host = observation(frozen=STOOD, frozen_with_new=STOOD)
+    wrong = freeze.judge(observation(**changes), host)
+    assert (wrong == []) == (words == "")
+    assert words in "; ".join(wrong)
+    assert any("proves nothing" in w for w in freeze.judge(observation(), observation()))
+
+
+def pace(idle: float, busy: float, tokens: int = 9) -> dict[str, Any]:
+    return {p: {"steps_per_s": v, "tokens": tokens, "errors": 0} for p, v in (("idle", idle), ("busy", busy))}
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "words"),
+    [
+        (pace(100, 99), pace(100, 20), ""),
+        (pace(100, 80), pace(100, 20), "0.800 of its idle pace"),
+        (pace(100, 99), pace(100, 98), "proves nothing"),
+        (pace(100, 99, tokens=0), pace(100, 20), "device-driven, idle: 0 tokens"),
+        (pace(0, 0), pace(100, 20), "0.000 of its idle pace"),
+    ],
+)
+def test_interference_is_judged(device: dict[str, Any], host: dict[str, Any], words: str) -> None:
+    """Catches: a GPU engine that slows down with the host's load, and a load that disturbs nobody, both passed."""
+    wrong = interference.judge(device, host)
+    assert (wrong == []) == (words == "")
+    assert words in "; ".join(wrong)
+
+
+def test_busy_processes_stay_on_their_cores_and_end() -> None:
+    """Catches: a load that is not there, one on the front end's cores, one that outlives its time or its parent."""
+    cores = sorted(os.sched_getaffinity(0))
+    with burning(2, cores[-1:], 60.0) as running:
+        for process in running:
+            assert os.sched_getaffinity(process.pid) == {cores[-1]}
+        before = [activity(p.pid) for p in running]
+        deadline = time.monotonic() + DEADLINE_S
+        while any(activity(p.pid).user == b.user for p, b in zip(running, before, strict=True)):
+            assert time.monotonic() < deadline, "a busy process is not busy"
+    assert all(process.poll() is not None for process in running)
+    with burning(1, cores, 0.2) as running:
+        assert running[0].wait(DEADLINE_S) == 0
+    orphan = "import time; from hil_rigs.gpu.burn import burn; print(burn('arithmetic', time.monotonic() + 60, 1))"
+    done = subprocess.run(
+        [sys.executable, "-c", orphan], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert done.stdout.strip() == "0"  # its parent is not 1
+    with pytest.raises(ValueError, match="known: arithmetic, memory"), burning(1, cores, 1.0, ["network"]):
+        pass
+
+
+def test_cores_are_read_and_split() -> None:
+    """Catches: a range whose last core is left out; a machine that is given away whole."""
+    assert parse_cores("0-2,5") == [0, 1, 2, 5]
+    with pytest.raises(ValueError, match="3 is above 1"):
+        parse_cores("3-1")
+    count = len(os.sched_getaffinity(0))
+    with pytest.raises(ValueError, match="at least one must be left"):
+        split_cores(count)
+
+
+def finding(first: str) -> str:
+    trace = "=========     Saved host backtrace\n=========         Host Frame: main in a.py\n========= \n"
+    return f"========= {first}\n{trace}"
+
+
+PROBE = finding('Program hit CUDA_ERROR_NOT_FOUND (error 500) due to "named symbol not found" on CUDA API call to '
+                "cuGetProcAddress_v2.")  # fmt: skip
+OTHER = finding('Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to '
+                "cuGetProcAddress_v2.")  # fmt: skip
+CALL = finding('Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to '
+               "cuGraphLaunch.")  # fmt: skip
+READ = finding("Invalid __global__ read of size 4 bytes")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "ok"),
+    [
+        ("SERVED a: 30 tokens\n========= ERROR SUMMARY: 0 errors\n", 0, True),
+        ("SERVED a: 30 tokens\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, True),
+        ("SERVED a: 30 tokens\n========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n", 0, False),
+        ("SERVED a: 30 tokens\n========= ERROR SUMMARY: 2 errors\n", 9, False),
+        ("========= ERROR SUMMARY: 0 errors\n", 0, False),
+        ("SERVED a: 30 tokens\n", 0, False),
+        ("SERVED a: 30 tokens\n========= ERROR SUMMARY: 0 errors\n", None, False),
+        ("SERVED a: 30 tokens\n========= ERROR SUMMARY: 0 errors\n", 1, False),
+        (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 1 error\n", 0, True),
+        (f"SERVED a: 30 tokens\n{PROBE}{CALL}========= ERROR SUMMARY: 2 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{PROBE}{READ}========= ERROR SUMMARY: 2 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{OTHER}========= ERROR SUMMARY: 1 error\n", 0, False),
+        (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 2 errors\n", 0, False),
+    ],
+)
+def test_sanitizers_output_is_read(text: str, code: int | None, ok: bool) -> None:
+    """Catches: findings that are not counted; a tool that did not run, or with nothing under it, taken for clean."""
+    assert sanitize.read("memcheck", text, 1.0, code).ok == ok
+
+
+def test_sanitizers_findings_are_counted_once_and_told() -> None:
+    """Catches: findings that were not printed counted twice; a log of many probes in which the one finding is lost."""
+    unprinted = "========= ERROR SUMMARY: 14 errors were not printed. Use --print-limit option to adjust the number\n"
+    text = f"{PROBE * 3}SERVED a: 30 tokens\n{READ}{CALL}{READ}========= ERROR SUMMARY: 6 errors\n{unprinted}"
+    found = sanitize.read("memcheck", text, 1.0, 0)
+    assert (found.findings, found.probes) == (3, 3)
+    assert sanitize.kinds(text) == [
+        ("Invalid __global__ read of size # bytes", 2),
+        (CALL.splitlines()[0].removeprefix("========= ").replace("error 1)", "error #)"), 1),
+    ]
+    assert sanitize.first_finding(text) == READ.removesuffix("========= \n")
+    assert sanitize.first_finding(PROBE) == ""
+
+
+def test_stages_are_chosen_by_pattern() -> None:
+    """Catches: a misspelt stage that is passed over, so that its check never runs."""
+    assert chosen("sanitize-*,group", "sanitize-racecheck") == [
+        "group",
+        "sanitize-memcheck",
+        "sanitize-initcheck",
+        "sanitize-synccheck",
+    ]
+    assert chosen("*", "") == list(STAGES)
+    with pytest.raises(ValueError, match="no stage 'freez'"):
+        chosen("freez", "")
+
+
+def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a stage that hangs all others or leaves a child behind; one that failed, or skipped all it had, in a
+    table that says pass; a time that is over and nobody says what did not run."""
+    pid = tmp_path / "pid"
+    child = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"open({str(pid)!r}, 'w').write(str(p.pid)); "
+    )
+    skipping = tmp_path / "test_skips.py"
+    skipping.write_text("import pytest\n@pytest.mark.skip\ndef test_nothing(): pass\n")
+    planned = {
+        "good": Stage(("-c", "print('fine')"), 30),
+        "bad": Stage(("-c", "import sys; print('wrong'); sys.exit(3)"), 30),
+        "hangs": Stage(("-c", child + "time.sleep(600)"), 5.0),
+        "skips": Stage((*all_checks.PYTEST, str(skipping)), 30),
+        "alone": Stage(("-c", "print('after')"), 30, alone=True),
+    }
+    monkeypatch.setattr(all_checks, "STAGES", planned)
+    ran = {r.stage: r for r in run_all(list(planned), jobs=4, limit_s=60.0, out=tmp_path, tail=100)}
+    assert {name: r.state for name, r in ran.items()} == {
+        "good": "pass",
+        "bad": "FAIL 3",
+        "hangs": "TIMEOUT",
+        "skips": "SKIPPED",
+        "alone": "pass",
+    }
+    gone = Path(f"/proc/{pid.read_text()}/stat")
+    deadline = time.monotonic() + DEADLINE_S
+    while gone.exists() and gone.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child of a stage that was ended lives on"
+    assert (ran["good"].said, ran["alone"].said) == ("fine", "after")
+    late = run_all(["good"], jobs=1, limit_s=0.0, out=tmp_path, tail=100)
+    assert [r.state for r in late] == ["NOT RUN"]
+
+
+def test_every_stage_is_a_command_that_there_is() -> None:
+    """Catches: a stage that names a module, a test file or a shape that was moved or renamed."""
+    from verification.on_device.shapes import SHAPES
+
+    assert {n.removeprefix("shape-") for n in STAGES if n.startswith("shape-")} == set(SHAPES)
+    assert {n.removeprefix("sanitize-") for n in STAGES if n.startswith("sanitize-")} == set(sanitize.TOOLS)
+    root = all_checks.ROOT
+    for stage in STAGES.values():
+        for argument in stage.arguments:
+            assert not argument.endswith(".py") or (root / argument).exists(), argument
+            module = root / argument.replace(".", "/")
+            if argument.startswith(("verification.on_device", "hil_rigs.")):
+                assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), argument
+    assert json.dumps(sorted(STAGES))
+
+
+def test_a_history_is_given_to_the_whole_block() -> None:
+    """Catches: the comparison of the GPU's block with the host's log, run by the one thread that the harness has by
+    default, while its result speaks of 256."""
+    code = """
+import sys
+from unittest.mock import MagicMock
+sys.modules["cupy"] = MagicMock()
+from blink_core.abi.config import EngineConfig
+from hil_rigs.gpu.scheduler import GpuNative
+from verification.scheduler.harness import Harness
+Harness(EngineConfig(vocab=16), native=GpuNative, checks=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "ValueError: a group of 1 threads on the GPU: the scheduler's block has 256" in done.stderr
