@@ -170,6 +170,7 @@ class _Service:
         if not x.admitted:
             self._charge(x)
             x.admitted = True
+        x.overtaken.clear()  # should it give way, its next wait counts by itself
         self.leave(x)
 
     def _charge(self, x: _Waiter) -> None:
@@ -366,5 +367,5 @@ def check_contested(results: Sequence[CheckResult], fewest: int) -> CheckResult:
     """Whether rings competed at all: unknown below `fewest` admissions for which two rings waited in one class."""
     found = sum(int(r.measurements["contested_admissions"].value) for r in results if r.ok())
     verdict = Verdict.VALID if found >= fewest else Verdict.UNKNOWN
-    measured = {"contested_admissions": Measurement(found, "requests", fewest)}
+    measured = {"contested_admissions": Measurement(found, "requests", fewest, limit_is="min")}
     return CheckResult(verdict, PROPERTY, "fairness", f"{found} admissions were contested", {}, measured)

@@ -54,7 +54,9 @@ class KvPressure:
     def check(self, property_name: str) -> CheckResult:
         """Unknown when one of them did not happen."""
         missing = [name for name, count in self.counts.items() if not count]
-        measured = {f"pressure: {name}": Measurement(count, "times", 1) for name, count in self.counts.items()}
+        measured = {
+            f"pressure: {name}": Measurement(count, "times", 1, limit_is="min") for name, count in self.counts.items()
+        }
         message = f"what pressed on the KV pages: {', '.join(f'{n} {c}' for n, c in self.counts.items())}"
         verdict = Verdict.UNKNOWN if missing else Verdict.VALID
         return CheckResult(verdict, property_name, "pressure", message, {}, measured)

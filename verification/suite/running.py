@@ -17,10 +17,14 @@ def serve(
     *,
     every: int = 0,
     observe: Callable[[], None] = lambda: None,
+    together: bool = False,
 ) -> History:
-    """Runs a program and enforces delivery and terminal events, by the oracle's ids and the rig's options."""
+    """Runs a program and enforces delivery and terminal events, by the oracle's ids and the rig's options.
+
+    together: as `Subject.run` says.
+    """
     judge.case(program)
-    history = subject.run(program, every=every, observe=observe)
+    history = subject.run(program, every=every, observe=observe, together=together)
     eos_ids = subject.eos_ids
     judge(queue_ordering.check_history(history, eos_ids=eos_ids, max_len=subject.max_len), history)
     judge(queue_ordering.check_limits(subject.rig.descriptor.config, eos_ids, subject.max_len))

@@ -34,6 +34,8 @@ class Lengths:
         for name, limit in self.limits.items():
             record.situation(name, self.longest > limit)
         verdict = Verdict.VALID if self.reached else Verdict.UNKNOWN
-        measured = {name: Measurement(self.longest, "tokens", limit + 1) for name, limit in self.limits.items()}
+        measured = {
+            name: Measurement(self.longest, "tokens", limit + 1, limit_is="min") for name, limit in self.limits.items()
+        }
         message = f"the longest sequence compared has {self.longest} tokens; {self.limits or 'no length'} to go beyond"
         return CheckResult(verdict, property_name, "lengths", message, {}, measured)

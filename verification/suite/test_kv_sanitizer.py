@@ -30,15 +30,33 @@ PROGRAMS, MOST_PROGRAMS = 3, 24
 STRIKES, MOST_STRIKES = 3, 12  # times that each fault is planted, and programs drawn for it at most
 
 
-def _run(subject: Subject, programs: list[Program], fewest: int, judge: Judge) -> None:
+def _crowd(subject: Subject, seed: int) -> Program:
+    """Requests that are admitted at once and outgrow the pool: one must give way, whatever the engine's pace."""
+    config, rng = subject.rig.descriptor.config, random.Random(seed)
+    tokens = (config.pages - 2) * config.page_size
+    rows = min(config.max_rows, 8)
+    prompt, new = tokens // (2 * rows), tokens // rows  # half of the pool at first, one and a half at the end
+    return Program(
+        tuple(
+            RequestSpec(
+                tuple(rng.randrange(3, subject.shape.vocab) for _ in range(prompt)),
+                SamplingParams(max_tokens=new, ignore_eos=True, seed=rng.getrandbits(64)),
+            )
+            for _ in range(rows)
+        )
+    )
+
+
+def _run(subject: Subject, programs: list[Program], fewest: int, judge: Judge, seed: int) -> None:
     """Runs programs until the pressure was there; every one must leave the sanitizer quiet."""
+    programs = [_crowd(subject, seed), *programs]
     kv, pressure = KvReports(subject.rig.descriptor), KvPressure(subject.rig.descriptor.config)
     start = kv.counters()
     for index, program in enumerate(programs):
         if index >= fewest and pressure.complete:
             break
         before = subject.snapshot(log_from=2**63)
-        history = serve(subject, program, judge)
+        history = serve(subject, program, judge, together=index == 0)
         after = subject.snapshot(log_from=int(before.header["log_tail"]))
         pressure.add(after.log)
         judge(kv_sanitizer.check_quiet(start, kv.counters(), kv.reports()), history)
@@ -53,7 +71,7 @@ def test_drawn_programs(page_size: int, tiny: Subject, judge: Judge, seed: int) 
     """
     pages = 2 + POOL // page_size
     with tiny.start(kv_sanitizer=True, page_size=page_size, pages=pages, token_budget=BUDGET) as subject:
-        _run(subject, subject.draw(seed, MOST_PROGRAMS), PROGRAMS, judge)
+        _run(subject, subject.draw(seed, MOST_PROGRAMS), PROGRAMS, judge, seed)
 
 
 @pytest.mark.blink_profile("nightly", "full")
@@ -63,7 +81,7 @@ def test_families(family: Subject, judge: Judge, seed: int) -> None:
     Catches: a window that reads beyond the row's own pages; recomputed keys that land elsewhere.
     """
     with family.start(kv_sanitizer=True, token_budget=BUDGET) as subject:
-        _run(subject, subject.draw(seed, MOST_PROGRAMS), PROGRAMS, judge)
+        _run(subject, subject.draw(seed, MOST_PROGRAMS), PROGRAMS, judge, seed)
 
 
 @pytest.mark.blink_profile("nightly", "full")
@@ -74,7 +92,7 @@ def test_model_under_test(engine: Subject, judge: Judge, seed: int) -> None:
     """
     with engine.start(kv_sanitizer=True, pages=2 + 20, token_budget=BUDGET, max_len=256, capture=False) as subject:
         shape = replace(subject.shape, requests=(4, 8), most_new=24)
-        _run(replace(subject, shape=shape), replace(subject, shape=shape).draw(seed, 12), 2, judge)
+        _run(replace(subject, shape=shape), replace(subject, shape=shape).draw(seed, 12), 2, judge, seed)
 
 
 def struck_program(rng: random.Random, vocab: int, page_size: int, fault: str) -> Program:

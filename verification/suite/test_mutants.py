@@ -65,7 +65,7 @@ def _run(mutants: Sequence[Mutant], seeds: int, seed: int, record: Recorder, evi
     record.cases(sum(cell.run for row in rows for cell in row.cells.values()))
     _keep(evidence, "kill-matrix.json", [row.to_json() for row in rows])
     figures = {
-        "mutants_killed": Measurement(verdict.killed, limit=verdict.total, n=verdict.total),
+        "mutants_killed": Measurement(verdict.killed, limit=verdict.total, n=verdict.total, limit_is="min"),
         "mutants_argued_equivalent": Measurement(verdict.equivalent),
     }
     word = Verdict.INVALID if verdict.problems else Verdict.VALID
@@ -166,7 +166,9 @@ def test_automatic(
     low, high = score.interval
     n = len(score.counted)
     figures = {
-        "automatic_mutants_killed": Measurement(score.words["killed"] / max(1, n), limit=limits.least_killed, n=n),
+        "automatic_mutants_killed": Measurement(
+            score.words["killed"] / max(1, n), limit=limits.least_killed, n=n, limit_is="min"
+        ),
         "automatic_mutants_low": Measurement(low, n=n),
         "automatic_mutants_high": Measurement(high, n=n),
         "automatic_mutants_survived": Measurement(score.words["survived"], n=n),

@@ -83,7 +83,7 @@ def test_end_of_sequence(tiny: Subject, judge: Judge, seed: int) -> None:
             "terminal",
             f"{early} requests ended early",
             {},
-            {"ended_early": Measurement(early, "requests", 1)},
+            {"ended_early": Measurement(early, "requests", 1, limit_is="min")},
         )
     )
 

@@ -71,7 +71,7 @@ def test_drawn_distribution(tiny: Subject, judge: Judge, blink_run: RunContext, 
     }
     least = limits.evidence.drawn_tokens
     measured = {
-        f"drawn tokens: {name}": Measurement(p, P_VALUE, limits.sampling.error_rate, n)
+        f"drawn tokens: {name}": Measurement(p, P_VALUE, limits.sampling.error_rate, n, "min")
         for name, (p, n) in found.items()
     }
     wrong = [name for name, (p, _) in found.items() if not p >= limits.sampling.error_rate]

@@ -167,6 +167,19 @@ def test_the_next_of_a_ring_is_not_passed_over_for_ever() -> None:
     assert verdict(sparse, a, b, short, config=small) == "bounded-wait"
 
 
+def test_a_wait_before_the_first_admission_does_not_count_for_a_later_one() -> None:
+    """Catches: a false alarm, of a request that waited twice (seen in profile smoke, seed 202); a second wait that
+    nothing bounds."""
+    a, c = history(0, *[4] * 8), history(2, 8)
+    one_by_one = [entry for slot in range(8) for entry in (accept(0, slot), admit(0, slot))]
+
+    def waits(first: int) -> list[Entry]:
+        return [accept(2), *one_by_one[: 2 * first], admit(2), preempt(2), *one_by_one[2 * first :]]
+
+    assert verdict(waits(4), a, c) == "valid", "16 tokens each time, of at most 32 and 24"
+    assert verdict(waits(1), a, c) == "bounded-wait", "28 tokens the second time"
+
+
 def test_reservation() -> None:
     """Catches: a head that does not fit and is passed by, or that stops everybody for longer than it may."""
     a, b, low = history(0, 8, 8), history(1, 8), history(2, 8, priority=1)
