@@ -63,10 +63,14 @@ def test_q13_l12_l13_l15_unlike_parameters_in_one_step(exact: Subject, judge: Ju
         {"presence_penalty": -1.0, "top_p": 0.8, "temperature": 1.1},
         {},
     ]
-    specs = [request(rng, exact, 3 + 5 * at, 14, **kind) for at, kind in enumerate(kinds)]
+    for _ in range(ATTEMPTS):  # a model that repeats itself anyway says nothing of a penalty: another prompt
+        specs = [request(rng, exact, 3 + 5 * at, 14, **kind) for at, kind in enumerate(kinds)]
+        penalised = alone(exact, judge, specs[1])
+        plain = alone(exact, judge, replace(specs[1], params=replace(specs[1].params, frequency_penalty=0.0)))
+        if plain != penalised:
+            break
+    condition(judge, "L12", plain != penalised, "the penalty changes the tokens")
     expected = [alone(exact, judge, spec) for spec in specs]
-    plain = alone(exact, judge, replace(specs[1], params=replace(specs[1].params, frequency_penalty=0.0)))
-    condition(judge, "L12", plain != expected[1], "the penalty changes the tokens")
     most = 0
     for _ in range(ATTEMPTS):
         ran = run(exact, judge, *specs, together=True)
@@ -357,11 +361,13 @@ def test_t08_each_end_of_sequence(exact: Subject, judge: Judge, seed: int) -> No
     Condition: three stop ids; requests are run that reach each of them first.
     """
     rng = random.Random(seed)
-    spec = request(rng, exact, 8, 24)
-    tokens = alone(exact, judge, spec)
     places: dict[int, int] = {}
-    for at, token in enumerate(tokens):
-        places.setdefault(token, at)
+    for _ in range(ATTEMPTS):  # until an answer has three different tokens
+        spec = request(rng, exact, 8, 24)
+        tokens = alone(exact, judge, spec)
+        places = {token: tokens.index(token) for token in tokens}
+        if len(places) >= 3:
+            break
     stops = sorted(places, key=lambda token: places[token])[:3]
     for last in stops:
         others = [token for token in stops if places[token] > places[last]]
