@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from blink_core.abi.config import ConfigError, EngineConfig
-from blink_core.abi.dtypes import CONFIG, Array
+from blink_core.abi.dtypes import CONFIG, EVENT, Array
 from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
 from blink_core.frontend.engine_api import (
@@ -132,12 +132,12 @@ class RingEngineClient:
 
         decoder: of the events that may still be there if it has stopped; None: do not look for them.
         """
-        self._ring.check_epoch()
+        self._ring.check_successor()  # also where an attach failed, after which `check_epoch` lets nobody pass
         seen, state = self._ring.engine_words()
         self._state = EngineState(state)
         if self._state in (EngineState.STOPPED, EngineState.FAILED) and decoder is not None:
             # Every event was published before that state: what was not there before it is there now.
-            last = self._ring.poll(0.0)
+            last = self._ring.poll(0.0) if self._ring.attached else np.zeros(0, EVENT)
             if not len(last):
                 raise _Lost(self._because(f"engine is {self._state.name.lower()}"))
             self._hand_on(decoder, last)
@@ -263,9 +263,10 @@ class RingEngineClient:
             return EngineHealth(False, "dead", self._because(self._failure))
         if self._state in (EngineState.DRAINING, EngineState.DRAINED):
             return EngineHealth(True, "draining", f"engine is {self._state.name.lower()}")
+        told: list[str] = []
         if self.kv_reports is not None and (reports := self.kv_reports()):
-            return EngineHealth(True, "ready", f"the KV sanitizer made {reports} reports: see the engine's log")
-        told = [f"{count} requests ended with {_explain(reason)}" for reason, count in sorted(self._ended.items())]
+            told.append(f"the KV sanitizer made {reports} reports: see the engine's log")
+        told += [f"{count} requests ended with {_explain(reason)}" for reason, count in sorted(self._ended.items())]
         told += [detail] if (detail := self.engine_health().detail) else []
         return EngineHealth(True, "ready", "; ".join(told))
 

@@ -21,6 +21,7 @@ from blink_core.abi.definition import (
 from blink_core.abi.dtypes import BIAS_PAIR, DTYPES, EVENT, LOGPROBS_EVENT, SLOT, Array
 from blink_core.abi.enums import EventKind, Op, SlotFlag
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.epoch_word import FENCE, number_of, successor, told
 from blink_core.frontend.request_slot import describe
 from blink_core.transport.checksum import seal_slot, words_checksum
 from blink_core.transport.interface import Transport, TransportTimeout, deadline_after
@@ -29,8 +30,6 @@ _GENERATIONS = 1 << GENERATION_BITS
 _MASK_BOX = DTYPES["MaskBox"]
 _LEASE_RENEWALS = 10  # in one lease
 _ANY_BOX = -1
-# In the epoch word while a front end clears the ring for the epoch beside it: nobody's epoch.
-_FENCE = 1 << 31
 
 
 class RingFull(Exception):
@@ -90,7 +89,9 @@ class RingClient:
         # Seconds after which the lease is renewed with the next use of the ring; infinite where leases never lapse.
         self._lease_every = config.lease_us / 1e6 / _LEASE_RENEWALS if config.lease_us else float("inf")
         self._lease_due = float("inf")  # until attached
-        self._epoch: int | None = None  # None: not attached, or unknown after an attach that failed half way
+        # What the epoch word may hold while the ring is this client's: old and new while it writes one.
+        self._mine: tuple[int, ...] = ()  # before the first attach
+        self._attached = False
         self._forget()
 
     def _forget(self) -> None:
@@ -129,34 +130,47 @@ class RingClient:
     def attach(self, timeout: float = 10.0) -> int:
         """Takes the ring over with a new epoch; requests of the previous front end are dropped by the engine.
 
-        Returns the epoch. Raises TransportTimeout if the engine does not acknowledge it in time. No other method may
-        run at the same time.
+        Returns the epoch's number. Raises TransportTimeout if the engine does not acknowledge it in time, Superseded if
+        another front end attaches meanwhile: of several at once the last to write its fence has the ring. After an
+        attach that failed, all that writes or takes events raises until one succeeds. No other method may run at the
+        same time.
+
+        The word is looked at right before the second clearing and before the epoch. One-sided writes have no condition,
+        so a client that is frozen in the few instructions between such a look and its write still makes that write when
+        it goes on: another that attached meanwhile can lose an accepted entry to the clearing, or the ring, with the
+        entry in it, to the epoch. In the second case it is told by its next operation.
         """
         with self._lock:
-            self._epoch = None
             found = self._word("front_end", 0)
-            epoch = (found + 1) & ~_FENCE or 1
+            epoch = successor(found)
+            fence = epoch | FENCE
+            self._mine, self._attached = (found, fence), False
+            # Cleared before the fence as well, so that nothing is taken under it.
             self._clear()
-            if found:
-                # Its predecessor may live, and write on until it finds another epoch: what it wrote behind the clearing
-                # would be taken for this epoch's. Cleared before as well, so that nothing is taken under the fence.
-                self._set_word("front_end", 0, epoch | _FENCE)
-                self._clear()
+            self._set_word("front_end", 0, fence)
+            self._expect(fence)
+            # A predecessor may live, and write on until it finds another epoch: what it wrote behind the clearing would
+            # be taken for this epoch's.
+            self._clear()
             with self._lease_lock:
                 self._lease = self._word("front_end", 1)
-            self.renew_lease()
+                self._renew()
             deadline = deadline_after(timeout)
+            self._expect(fence)
+            self._mine = fence, epoch
             self._transport.wait(self._set_word("front_end", 0, epoch), deadline)
-            self._epoch = epoch
+            self._mine = (epoch,)
             seen = self._word("gpu", 0)
             while seen != epoch:
+                self.check_successor()
                 left = deadline - deadline_after(0)
                 if left <= 0:
-                    what = f"engine did not acknowledge epoch {epoch} within {timeout} s (it shows {seen})"
-                    raise TransportTimeout(what)
+                    what = f"engine did not acknowledge epoch {told(epoch)} within {timeout} s"
+                    raise TransportTimeout(f"{what} (it shows {told(seen)})")
                 seen = self._transport.wait_word(self._at["gpu"], seen, left)
             self._forget()
-            return epoch
+            self._attached = True
+            return number_of(epoch)
 
     def _clear(self) -> None:
         """Posts the writes that empty the ring: queue, mailboxes, head."""
@@ -167,30 +181,51 @@ class RingClient:
             self._write(self._at["mask_boxes"], bytes(_MASK_BOX.itemsize * self.config.masks))
         self._set_word("front_end", 2, 0)
 
-    def check_epoch(self) -> None:
-        """Raises Superseded if another front end has attached to the ring since this one did; one 8-byte read.
-
-        Every operation asks before it writes. One-sided writes have no condition, so a client that is frozen between
-        the check and its writes still makes those when it goes on; the window is a few instructions, not the freeze,
-        and the next operation raises. Nothing on this side can close it.
-        """
-        if self._epoch is None:
-            return
+    def _expect(self, *words: int) -> None:
+        """Raises Superseded unless the epoch word is one of `words`; one 8-byte read."""
         found = self._word("front_end", 0)
-        if found != self._epoch:
+        if found not in words:
             raise Superseded(
-                f"superseded by epoch {found & ~_FENCE}: another front end has attached (this one had {self._epoch})"
+                f"superseded by epoch {number_of(found)}: another front end has attached "
+                f"(this one had {number_of(words[-1])})"
             )
+
+    def check_successor(self) -> None:
+        """Raises Superseded if another front end has attached since this one did, or since its attach failed; one
+        8-byte read. Nothing is asked before the first attach."""
+        if self._mine:
+            self._expect(*self._mine)
+
+    def check_epoch(self) -> None:
+        """Raises Superseded if another front end has attached to the ring since this one did, ProtocolError if the last
+        attach failed half way; one 8-byte read. Nothing is asked before the first attach.
+
+        Every operation asks before it writes; `attach` looks for its own fence (see there). One-sided writes have no
+        condition, so a client that is frozen between the check and its writes still makes those when it goes on; the
+        window is a few instructions, not the freeze, and the next operation raises. Nothing on this side can close it.
+        """
+        self.check_successor()
+        if self._mine and not self._attached:
+            raise ProtocolError("the last attach failed half way: the ring is not this client's before one succeeds")
+
+    @property
+    def attached(self) -> bool:
+        """Whether the last attach succeeded; the ring may have another front end since."""
+        return self._attached
 
     def renew_lease(self) -> None:
         """Changes the lease word. `poll`, `submit` and `cancel` do so often enough; a front end that calls none of them
-        for Config.lease_us loses its requests to ERROR LEASE_LOST. Raises Superseded, as all that write do."""
+        for Config.lease_us loses its requests to ERROR LEASE_LOST. Raises Superseded and ProtocolError as `check_epoch`
+        does. (`attach` changes it with no look of its own: the lease of another is at most renewed.)"""
         with self._lease_lock:
             self.check_epoch()
-            # The word is 64 bits wide and never wraps in practice; a foreign value at its top must not stop us.
-            self._lease = (self._lease + 1) % (1 << 64)
-            self._lease_due = time.monotonic() + self._lease_every
-            self._set_word("front_end", 1, self._lease)
+            self._renew()
+
+    def _renew(self) -> None:
+        # The word is 64 bits wide and never wraps in practice; a foreign value at its top must not stop us.
+        self._lease = (self._lease + 1) % (1 << 64)
+        self._lease_due = time.monotonic() + self._lease_every
+        self._set_word("front_end", 1, self._lease)
 
     def _keep_lease(self) -> None:
         if time.monotonic() >= self._lease_due:

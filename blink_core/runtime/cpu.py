@@ -19,6 +19,7 @@ from blink_core.transport.shm import Segment
 
 log = logging.getLogger("blink.runtime")
 
+_CONTROL = next(s for s in STRUCTS if s.name == "ControlLine").offsets()
 _STATUS = next(s for s in STRUCTS if s.name == "StatusLine").offsets()
 
 
@@ -53,6 +54,7 @@ class Plan:
     top_logprobs: Array
 
 
+HOLD_LIMIT_S = 30.0  # of the scheduler's loop (native/loop.hpp): then it goes on by itself
 ModelStep = Callable[[Plan], None]
 
 
@@ -109,6 +111,13 @@ class CpuRuntime:
     def step_in_flight(self) -> bool:
         """Whether a plan has been given out and its results not taken yet."""
         return bool(self._header["in_flight"][0])
+
+    @property
+    def hold(self) -> int:
+        """Ticket of the hold that the scheduler has granted and nobody has released yet, 0 without one. Still there
+        when the scheduler went on by itself after HOLD_LIMIT_S."""
+        ticket = self.status("pause_ack")
+        return ticket if ticket > _native.load_acquire(self._control + _CONTROL["pause_release"]) else 0
 
     @property
     def step_given_up(self) -> bool:

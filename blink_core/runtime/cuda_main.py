@@ -9,6 +9,7 @@ error: it could not start; 4: the engine was lost, and `health.json` says why.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from blink_core.abi.config import ConfigError, EngineConfig
 from blink_core.abi.enums import EngineState
 from blink_core.models.errors import ModelError
-from blink_core.runtime.cpu import CpuRuntime
+from blink_core.runtime.cpu import HOLD_LIMIT_S, CpuRuntime
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo
 from blink_core.runtime.engine_main import NOOP_VOCAB, ORPHAN_GRACE_S, engine_config, parse_arguments
 from blink_core.runtime.gpu_events import EventSource, NvmlEvents, RecordedEvents
@@ -127,6 +128,36 @@ def event_source(recording: Path | None) -> EventSource:
     return NvmlEvents(cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id))
 
 
+class StepsOfHost:
+    """The heart of a host-driven engine: steps taken, None while none runs.
+
+    A plan whose step has not begun, because the scheduler is held, is none that runs. Only for the longest hold there
+    is: of a holder that died without a release, the scheduler is free after it.
+    """
+
+    def __init__(self, runtime: CpuRuntime) -> None:
+        self._runtime = runtime
+        self._hold, self._held_since = 0, 0.0
+
+    def __call__(self) -> int | None:
+        held = self._held()  # asked at every look: its time counts from the first one
+        if held or not self._runtime.step_in_flight:
+            return None
+        return self._runtime.status("steps")
+
+    def _held(self) -> bool:
+        hold, now = self._runtime.hold, time.monotonic()
+        if hold != self._hold:
+            self._hold, self._held_since = hold, now
+        return hold != 0 and now - self._held_since < HOLD_LIMIT_S
+
+
+def say(reason: str) -> None:
+    """One line on standard error, whose loss must not keep the engine from what follows."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"blink engine: {reason}", file=sys.stderr, flush=True)
+
+
 def watch(
     own: argparse.Namespace, args: argparse.Namespace, runtime: Watched, failure: Callable[[], str | None] | None = None
 ) -> Watchdog:
@@ -134,18 +165,20 @@ def watch(
     Without it the process is ended from here, because the main thread may be waiting for a step for ever; the heart of
     its scheduler beats on meanwhile, so the steps are looked at."""
 
+    steps = StepsOfHost(runtime) if isinstance(runtime, CpuRuntime) else None
+
     def heartbeat() -> int | None:
         if runtime.status("state") in (EngineState.STOPPED, EngineState.FAILED):
             return None
-        if isinstance(runtime, CpuRuntime):
-            return runtime.status("steps") if runtime.step_in_flight else None
-        return runtime.status("heartbeat")
+        return runtime.status("heartbeat") if steps is None else steps()
 
     def end(reason: str) -> None:
         if failure is None:
-            print(f"blink engine: {reason}", file=sys.stderr, flush=True)
-            runtime.segment.close()
-            os._exit(EXIT_LOST)
+            say(reason)
+            try:
+                runtime.segment.close()
+            finally:
+                os._exit(EXIT_LOST)
 
     return Watchdog(
         args.run_dir,
@@ -162,8 +195,10 @@ def stop_orphan(runtime: Runtime) -> None:
     """Stops an engine whose launcher is gone; ends the process if its step does not end in time."""
     runtime.request_stop()
     time.sleep(ORPHAN_GRACE_S)  # on a daemon thread: it goes with the process
-    runtime.segment.close()
-    os._exit(EXIT_ORPHANED)
+    try:
+        runtime.segment.close()
+    finally:
+        os._exit(EXIT_ORPHANED)
 
 
 def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
@@ -194,9 +229,10 @@ def run(own: argparse.Namespace, args: argparse.Namespace) -> None:
         }
         (args.run_dir / "gpu.json").write_text(json.dumps(report, indent=1))
         log.info("built: %s", json.dumps(report))
-        describe(args, runtime, network).write(args.run_dir / "engine.json")
         failure = None if isinstance(runtime, HostDriven) else runtime.failure
         with closing(watch(own, args, runtime, failure)) as watchdog:
+            # After the health file of an earlier engine in this folder is gone: front ends come by this one.
+            describe(args, runtime, network).write(args.run_dir / "engine.json")
             try:
                 if isinstance(runtime, HostDriven):
                     runtime.serve()
@@ -231,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"blink engine: {e}", file=sys.stderr)
         return 2
     except EngineLost as e:
-        print(f"blink engine: {e}", file=sys.stderr, flush=True)
+        say(str(e))
         logging.shutdown()
         os._exit(EXIT_LOST)  # CUDA's own end would wait for work that never ends
     return 0

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from blink_core import _native
 from blink_core.ops.kv_tags_abi import KvHostMemory
+from blink_core.runtime.capture_writer import Closable
 from blink_core.runtime.descriptor import KV_COUNTERS, Memory, SanitizerInfo
 from blink_core.runtime.kv_report import MAX_REPORTS, REPORT_RECORD, KvReport, ReportFile
 from blink_core.runtime.memory import OwnedMemory
 
-
-class Closable(Protocol):
-    """Memory registered with CUDA."""
-
-    def close(self) -> None: ...
-
+log = logging.getLogger("blink.kv_sanitizer")
 
 LOOK_US = 100_000  # between two looks at whether to stop
+CLOSE_S = 10.0  # for the reports under way
 
 
 class KvReporter:
@@ -63,15 +60,21 @@ class KvReporter:
         records = np.frombuffer(self._reports.buffer, REPORT_RECORD, MAX_REPORTS)
         for number in range(self._seen, min(offered, MAX_REPORTS + 1)):
             # One more than there is room for: its number alone is told.
-            report = KvReport.from_record(records[min(number, MAX_REPORTS - 1)], self._slots)
-            self._file.add(report, number, MAX_REPORTS)
+            try:
+                report = KvReport.from_record(records[min(number, MAX_REPORTS - 1)], self._slots)
+                self._file.add(report, number, MAX_REPORTS)
+            except Exception:  # the step waits until they are taken: for one that cannot be told, for ever
+                log.exception("KV sanitizer: report %d cannot be told", number)
         self._seen = offered
         _native.store_release(self._taken, offered)  # last: who reads the count finds the line
 
     def close(self) -> None:
         """Takes what is left and ends the thread; the steps have ended before. Idempotent."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():  # it has the file and the memory, until the process ends
+            log.error("KV sanitizer: the reports have not been written within %g s", CLOSE_S)
+            return
         self._take(_native.load_acquire(self.memory.offered))
         self._file.close()
         for pinned in self._pinned:

@@ -24,6 +24,7 @@ from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_sampling import SAMPLE_ROW, CudaSampler
 from blink_core.ops.cuda_sources import source
 from blink_core.ops.kv_tags_abi import KvHostMemory
+from blink_core.runtime.capture_writer import CaptureMemory
 from blink_core.runtime.cuda_memory import device_view
 from blink_core.runtime.cuda_model import CudaLayer, CudaNetwork
 from blink_core.runtime.nvrtc import step_options
@@ -94,15 +95,6 @@ class StepMemory:
     done: int
     times: int = 0
     time_slots: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureMemory:
-    """Host memory of the logits capture: records [max_rows], offered and taken u64; see step_end.cu."""
-
-    records: int
-    offered: int
-    taken: int
 
 
 class CudaStep:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+log = logging.getLogger("blink.health")
 
 FILE = "health.json"
 MOST_NOTICES = 64  # kept; of later ones only the count grows
@@ -46,10 +49,18 @@ class Health:
 
 
 class HealthWriter:
-    """The engine's side. The first failure stays: what follows it is mostly its doing."""
+    """The engine's side. The first failure stays: what follows it is mostly its doing.
+
+    A file that cannot be written is logged and ends nothing: what is told here must reach the engine all the same.
+    """
 
     def __init__(self, run_dir: Path) -> None:
+        """Takes away what an earlier engine in the same folder left: its failure is none of this one's."""
         self._path = run_dir / FILE
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("%s stays from an earlier engine: %s", self._path, error)
         self._health = Health()
         self._lock = threading.Lock()
 
@@ -77,8 +88,11 @@ class HealthWriter:
     def _write(self, health: Health) -> None:
         self._health = health
         temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps(asdict(health), indent=1), encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text(json.dumps(asdict(health), indent=1), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:
+            log.error("%s cannot be written, front ends see an older one: %s", self._path, error)
 
 
 class HealthReader:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import queue
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
+
+log = logging.getLogger("blink.watchdog")
 
 # After these no work runs on the GPU, whoever caused them.
 FATAL_XIDS: Final = MappingProxyType(
@@ -30,6 +34,10 @@ FATAL_XIDS: Final = MappingProxyType(
         140: "unrecovered memory error",
     }
 )
+# NVML's names of errors that say the same. Any other one, UNKNOWN among them, says something of NVML alone.
+LOST_ERRORS: Final = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED")
+NVML_WAIT_MS = 200  # of one call of NVML, so that a close is seen
+NVML_CLOSE_S = 5.0  # for the call under way
 # These end one process's work; NVML does not say whose. The engine learns from CUDA whether it was its own.
 OTHER_XIDS: Final = MappingProxyType(
     {
@@ -80,7 +88,10 @@ class EventSource(Protocol):
     """Where events come from."""
 
     def wait(self, seconds: float) -> GpuEvent | None:
-        """The next event; None when none came within `seconds`. Raises GpuLost."""
+        """The next event; None when none came within `seconds`.
+
+        Raises GpuLost, and EventError when no more events can be had; both are the last word.
+        """
         ...
 
     def close(self) -> None: ...
@@ -125,7 +136,10 @@ class RecordedEvents:
 
 
 class NvmlEvents:
-    """The driver's own reports, through NVML, of one GPU."""
+    """The driver's own reports, through NVML, of one GPU.
+
+    NVML is asked on a thread of its own, for a driver in trouble may not come back from a call: who waits here goes on.
+    """
 
     def __init__(self, pci_bus_id: str) -> None:
         """pci_bus_id: as CUDA gives it, "0000:01:00.0". Raises EventError."""
@@ -146,23 +160,55 @@ class NvmlEvents:
         except pynvml.NVMLError as error:
             pynvml.nvmlShutdown()
             raise EventError(f"NVML gives no Xid events of GPU {pci_bus_id}: {error}") from error
+        self._lost_errors = [getattr(pynvml, name) for name in LOST_ERRORS]
+        self._seen: queue.SimpleQueue[GpuEvent | GpuLost | EventError] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="blink-nvml", daemon=True)
+        self._thread.start()
 
     def wait(self, seconds: float) -> GpuEvent | None:
         """See `EventSource.wait`."""
+        try:
+            seen = self._seen.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(seen, GpuEvent):
+            return seen
+        raise seen
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if (event := self._ask()) is not None:
+                    self._seen.put(event)
+        except (GpuLost, EventError) as error:
+            self._seen.put(error)
+        except Exception as error:
+            log.exception("the wait for NVML failed")
+            self._seen.put(EventError(f"NVML, GPU {self._gpu}: {type(error).__name__}: {error}"))
+        finally:  # here, because after a loss these calls may not come back either
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlEventSetFree(self._set)
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+    def _ask(self) -> GpuEvent | None:
         nvml = self._nvml
         try:
-            data = nvml.nvmlEventSetWait_v2(self._set, max(1, int(seconds * 1000)))
+            data = nvml.nvmlEventSetWait_v2(self._set, NVML_WAIT_MS)
         except nvml.NVMLError as error:
             if error.value == nvml.NVML_ERROR_TIMEOUT:
                 return None
-            raise GpuLost(f"NVML no longer reaches GPU {self._gpu}: {error}") from error
+            if error.value in self._lost_errors:
+                raise GpuLost(f"NVML no longer reaches GPU {self._gpu}: {error}") from error
+            raise EventError(f"NVML gives no more Xid events of GPU {self._gpu}: {error}") from error
         if data.eventType != nvml.nvmlEventTypeXidCriticalError:
             return None
         return GpuEvent(self._gpu, int(data.eventData), time.monotonic() - self._begun)
 
     def close(self) -> None:
-        """Gives NVML back."""
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlEventSetFree(self._set)
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
+        """Gives NVML back; if it does not answer in time, the process's end does."""
+        self._stop.set()
+        self._thread.join(NVML_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("NVML has not answered within %g s; it is given back by the end of the process", NVML_CLOSE_S)

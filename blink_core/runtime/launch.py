@@ -12,8 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cupy as cp
@@ -26,23 +24,13 @@ from blink_core.abi.definition import STATUS_LINE
 from blink_core.abi.enums import EngineState, StepStatus
 from blink_core.ops.cuda_modules import Kernel, check, pointer
 from blink_core.ops.cuda_sources import source
-from blink_core.runtime.capture_writer import CaptureWriter
 from blink_core.runtime.cpu import CpuRuntime, ModelStep, noop_step
-from blink_core.runtime.cuda_graphs import StepGraphs, address_table, capture, instantiate
+from blink_core.runtime.cuda_graphs import address_table, capture, instantiate
 from blink_core.runtime.cuda_memory import Pinned, device_view
 from blink_core.runtime.cuda_model import CudaNetwork
-from blink_core.runtime.cuda_sanitizer import KvReporter
-from blink_core.runtime.cuda_step import (
-    Bucket,
-    CudaStep,
-    NoopStep,
-    StepMemory,
-    buckets_of,
-    poison,
-    poisoned_pool,
-)
+from blink_core.runtime.cuda_step import CudaStep, StepMemory, poison
 from blink_core.runtime.descriptor import SanitizerInfo
-from blink_core.runtime.launch_choice import LaunchChoice, measure
+from blink_core.runtime.launch_build import Built, LaunchOptions, kv_shape, mirrored_bytes
 from blink_core.runtime.memory import OwnedMemory
 from blink_core.runtime.nvrtc import DEVICE, serve_options
 from blink_core.runtime.redo import redo_parts
@@ -64,10 +52,11 @@ from blink_core.runtime.serve_abi import (
 from blink_core.runtime.switch_graph import SwitchGraph, make_switch
 from blink_core.transport.shm import Segment
 
+__all__ = ["DeviceDriven", "EngineLost", "HostDriven", "LaunchOptions", "Runtime", "kv_shape", "make_runtime"]
+
 log = logging.getLogger("blink.cuda")
 
 STRATEGIES = ("host", "fire", "tail", "switch", "auto")
-MIRROR_LIMIT = 4 << 30  # bytes of KV, as float32, that are shown to verification
 LOOK_S = 0.2  # between two looks of the process that waits for the engine's end
 MIRROR_KIND = {"float32": 0, "bfloat16": 1, "float16": 2}
 THREADS = 256
@@ -75,126 +64,6 @@ THREADS = 256
 
 class EngineLost(RuntimeError):
     """The scheduler's graph ended without having stopped, or the GPU reports an error: nothing runs any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchOptions:
-    """strategy: host, fire (fire-and-forget), tail (tail launch), switch (a loop in one graph of the host) or auto
-    (fire or tail, by bucket). capture: file of the logits.
-
-    step_limit_s: a step that takes longer ends the engine. run_limit_s: the engine stops by itself; 0: never.
-    time_slots: steps whose times are kept, a power of two. mirror: show state and KV pages to verification.
-    tune: time cuBLASLt's algorithms at start, and with auto in 16-bit types what the scheduler costs the steps of each
-    size, by which they are launched; without it a rule decides (`launch_choice`).
-    noop_step_us: how long a step of the no-op model takes at least.
-    kv_sanitizer: file of its reports; None: it is off. phases: take the times of what a boundary consists of.
-    """
-
-    strategy: str = "auto"
-    capture: Path | None = None
-    step_limit_s: float = 30.0
-    run_limit_s: float = 0.0
-    time_slots: int = 1 << 14
-    mirror: bool = True
-    tune: bool = True
-    noop_step_us: float = 0.0
-    kv_sanitizer: Path | None = None
-    phases: bool = False
-
-    def tail(self, bucket: Bucket, choice: LaunchChoice) -> bool:
-        """Whether the scheduler leaves while a step of a bucket runs; ``choice``: auto's."""
-        return self.strategy in ("tail", "switch") or (self.strategy == "auto" and choice.tail(bucket))
-
-
-class _Built:
-    """KV pool, step and graphs over the scheduler's regions, whoever drives them, and what they took."""
-
-    def __init__(
-        self,
-        network: CudaNetwork | None,
-        config: EngineConfig,
-        memory: StepMemory,
-        options: LaunchOptions,
-        kv: cp.ndarray | None = None,
-    ) -> None:
-        device = options.strategy != "host"
-        begin = time.monotonic()
-        self.writer: CaptureWriter | None = None
-        self.reporter: KvReporter | None = None
-        self.step: CudaStep | NoopStep
-        if network is None:
-            self.kv = cp.zeros(1, cp.float32)
-            self.step = NoopStep(config, memory, options.noop_step_us)
-        else:
-            self.kv = poisoned_pool(network, config) if kv is None else kv
-            if options.capture is not None:
-                self.writer = CaptureWriter(options.capture, network.config.vocab_size, config.max_rows)
-            if options.kv_sanitizer is not None:
-                self.reporter = KvReporter(options.kv_sanitizer, config.slots, Pinned)
-            self.step = CudaStep(
-                network, config, self.kv, memory, self.writer.memory if self.writer else None,
-                self.reporter.memory if self.reporter else None,
-            )  # fmt: skip
-        choice = LaunchChoice()
-        if options.tune and isinstance(self.step, CudaStep) and network is not None:
-            if options.strategy == "auto" and network.ops.dtype != "float32":
-                choice = measure(self.step, buckets_of(config))
-            for bucket in buckets_of(config):
-                self.step.tune(bucket, resident=device and not options.tail(bucket, choice))
-        tuned = time.monotonic()
-        self.graphs = StepGraphs(
-            self.step, buckets_of(config), device=device, tail=lambda bucket: options.tail(bucket, choice),
-            apart=options.strategy != "switch",
-        )  # fmt: skip
-        if network is not None:
-            poison(self.kv, network.ops.dtype)  # the warm runs wrote to the page of padding rows
-            cp.cuda.Device().synchronize()
-        free, total = cp.cuda.runtime.memGetInfo()
-        self.report: dict[str, Any] = {
-            "strategy": options.strategy,
-            "dtype": network.ops.dtype if network else "none",
-            "weights_bytes": network.nbytes if network else 0,
-            "kv_bytes": int(self.kv.nbytes),
-            "step_bytes": self.step.nbytes,
-            "buckets": [g.bucket.name for g in self.graphs.graphs],
-            "launch_choice": [m.record() for m in choice.measured],
-            "graphs": len(self.graphs.graphs),
-            "executables": self.graphs.executables,
-            "graph_nodes": self.graphs.nodes,
-            "gpu_bytes_used": int(total - free),
-            "tune_seconds": round(tuned - begin, 3),
-            "capture_seconds": round(time.monotonic() - tuned, 3),
-        }
-
-    @property
-    def original_max(self) -> int:
-        """LongRoPE's, where sequences may outgrow it, else 0."""
-        return self.step.network.original_max if isinstance(self.step, CudaStep) else 0
-
-    @property
-    def sanitizer_info(self) -> SanitizerInfo | None:
-        """Where others find the KV sanitizer's reports and counters."""
-        return self.reporter.info if self.reporter else None
-
-    def close(self) -> None:
-        """Ends the threads; the steps have ended before."""
-        for helper in (self.writer, self.reporter):
-            if helper is not None:
-                helper.close()
-
-
-def kv_shape(network: CudaNetwork | None, config: EngineConfig) -> tuple[int, ...]:
-    """[2 (k, v), layers, pages, page_size, kv_heads, head_dim]; empty for the no-op model."""
-    if network is None:
-        return (0,)
-    m = network.config
-    return (2, m.num_layers, config.pages, config.page_size, m.num_kv_heads, m.head_dim)
-
-
-def mirrored_bytes(network: CudaNetwork | None, config: EngineConfig, options: LaunchOptions) -> int:
-    """Bytes of the KV pool as verification sees it, float32; 0 if it does not."""
-    nbytes = 4 * int(np.prod(kv_shape(network, config)))
-    return nbytes if options.mirror and nbytes <= MIRROR_LIMIT else 0
 
 
 class HostDriven(CpuRuntime):
@@ -215,7 +84,7 @@ class HostDriven(CpuRuntime):
         done = cp.zeros(1, cp.uint64)
         self._done = done
         memory = StepMemory(self.state.address, self.plan.address, int(done.data.ptr))
-        self._built = _Built(network, config, memory, options, pool)
+        self._built = Built(network, config, memory, options, pool)
         self.report = self._built.report
 
     def serve(self, step: ModelStep = noop_step) -> None:
@@ -269,7 +138,7 @@ class DeviceDriven:
         self.layouts = config.layouts()
         self.segment = Segment(segment, config.shared_nbytes())
         self._pinned: list[Pinned] = []
-        self._built: _Built | None = None
+        self._built: Built | None = None
         self._switch: SwitchGraph | None = None
         self._lost = False
         self.report: dict[str, Any] = {}
@@ -327,7 +196,7 @@ class DeviceDriven:
         function.preferred_shared_memory_carveout = 100
         self._kernel = Kernel("blink_serve", function, NEXT_ROW_BYTES * min(self.config.max_rows, STEADY_ROWS))
         init = Kernel("blink_serve_init", module.get_function("blink_serve_init"))
-        self._built = _Built(self._network, self.config, memory, self.options)
+        self._built = Built(self._network, self.config, memory, self.options)
         self.report = self._built.report
         stream = self.stream = self._built.graphs.stream
         with stream:
@@ -508,13 +377,14 @@ class DeviceDriven:
         """Stops the engine, waits for its end for a while, and unlinks the shared memory.
 
         A lost engine is not asked to stop: a scheduler that does run on would answer for it, with a state of STOPPED
-        and requests that ended with DRAINING. It ends with the process.
+        and requests that ended with DRAINING. Nor is anything asked of CUDA, which after an error answers every call
+        with it. All that ends with the process.
         """
         if hasattr(self, "_executable") and hasattr(self, "_control"):
             if not self._lost:
                 self.request_stop()
-            if not self._over(0.0 if self._lost else 5.0):
-                log.error("the scheduler has not ended; its memory stays registered until the process ends")
+            if self._lost or not self._over(5.0):
+                log.error("the scheduler has not ended in order; its memory stays registered until the process ends")
                 self.segment.close()
                 return
         if self._switch is not None:

@@ -3,7 +3,8 @@
     python -m hil_rigs.gpu.all [--stages NAME,...] [--skip NAME,...] [--jobs N] [--limit S] [--out DIR] [--list]
 
 Names may end in `*`. Stages that measure time run alone, after all others; those share the GPU, N at a time. A stage
-that is not over at its own limit, or at that of the whole, is killed with all its processes and says TIMEOUT.
+that is not over at its own limit, or at that of the whole, is killed with all its processes and says TIMEOUT; the
+stages that share leave those that run alone their time. `--list` tells what each takes, on one H200 with 4 cores.
 Exit 0: all passed; 1: one did not; 2: nothing ran.
 """
 
@@ -30,10 +31,12 @@ FAULTS = "engine-stop or engine-kill or frontend-stop or frontend-kill"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Arguments of Python, and seconds. alone: it measures time, so nothing runs beside it."""
+    """Arguments of Python, and seconds: the most it may take, and what it takes beside two others. alone: it measures
+    time, so nothing runs beside it."""
 
     arguments: tuple[str, ...]
     limit_s: float
+    wanted_s: float
     alone: bool = False
 
 
@@ -41,20 +44,20 @@ def _stages() -> dict[str, Stage]:
     device, here = ("-m", "verification.on_device"), "tests/hil/gpu"
     faults = "verification/suite/test_under_faults.py"
     return {
-        "group": Stage((*PYTEST, f"{here}/test_group.py"), 150),
-        "watchdog": Stage((*PYTEST, f"{here}/test_watchdog.py"), 240),
-        "faults": Stage((*PYTEST, faults, "--rig", "gpu", "-k", FAULTS), 240),
-        "long": Stage((*device, "long"), 300),
+        "group": Stage((*PYTEST, f"{here}/test_group.py"), 150, 60),
+        "watchdog": Stage((*PYTEST, f"{here}/test_watchdog.py"), 240, 90),
+        "faults": Stage((*PYTEST, faults, "--rig", "gpu", "-k", FAULTS), 240, 45),
+        "long": Stage((*device, "long"), 300, 80),
         **{
-            f"shape-{name}": Stage((*device, "shapes", "--shape", name), 300)
+            f"shape-{name}": Stage((*device, "shapes", "--shape", name), 300, 120)
             for name in ("llama-3-8b", "phi-4", "qwen3-32b", "qwen3-30b-a3b")
         },
         **{
-            f"sanitize-{tool}": Stage(("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "280"), 300)
-            for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+            f"sanitize-{tool}": Stage(("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "280"), 300, wanted)
+            for tool, wanted in (("memcheck", 50), ("racecheck", 100), ("initcheck", 60), ("synccheck", 60))
         },
-        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, alone=True),
-        "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, alone=True),
+        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, 35, alone=True),
+        "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, 60, alone=True),
     }
 
 
@@ -73,16 +76,16 @@ class Ran:
 
 
 class Runner:
-    """Runs stages until `deadline`, a monotonic time."""
+    """Runs stages until `deadline`, a monotonic time that may be moved between them."""
 
     def __init__(self, deadline: float, out: Path, tail: int) -> None:
-        self._deadline, self._out, self._tail = deadline, out, tail
+        self.deadline, self._out, self._tail = deadline, out, tail
         self._printing = threading.Lock()
 
     def run(self, name: str) -> Ran:
         """One stage, to its end or to its limit."""
         stage, begin = STAGES[name], time.monotonic()
-        left = min(stage.limit_s, self._deadline - begin)
+        left = min(stage.limit_s, self.deadline - begin)
         if left <= 1.0:
             return Ran(name, "NOT RUN", 0.0, "the time of the whole was over")
         path = self._out / f"{name}.log"
@@ -134,11 +137,17 @@ def chosen(names: str, skip: str) -> list[str]:
 
 
 def run_all(names: list[str], *, jobs: int, limit_s: float, out: Path, tail: int) -> list[Ran]:
-    """Stages that share the GPU first, `jobs` at a time, then those that run alone."""
-    runner = Runner(time.monotonic() + limit_s, out, tail)
+    """Stages that share the GPU first, `jobs` at a time, then those that run alone; each leaves the time that is wanted
+    by those after it."""
+    alone = [name for name in names if STAGES[name].alone]
+    over, after = time.monotonic() + limit_s, sum(STAGES[name].wanted_s for name in alone)
+    runner = Runner(over - after, out, tail)
     with ThreadPoolExecutor(jobs) as pool:
         ran = list(pool.map(runner.run, [n for n in names if not STAGES[n].alone]))
-    ran += [runner.run(name) for name in names if STAGES[name].alone]
+    for name in alone:
+        after -= STAGES[name].wanted_s
+        runner.deadline = over - after
+        ran.append(runner.run(name))
     return ran
 
 
@@ -151,10 +160,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds of the whole")
     parser.add_argument("--out", type=Path, help="folder that keeps the stages' output and all.json")
     parser.add_argument("--tail", type=int, default=1200, help="characters shown of a stage that did not pass")
-    parser.add_argument("--list", action="store_true", help="names of the stages, and nothing else")
+    parser.add_argument("--list", action="store_true", help="names of the stages and what each takes, and nothing else")
     options = parser.parse_args(arguments)
     if options.list:
-        print("\n".join(STAGES))
+        print("\n".join(f"{name:22s} {s.wanted_s:4.0f} s{', alone' * s.alone}" for name, s in STAGES.items()))
         return 0
     try:
         names = chosen(options.stages, options.skip)

@@ -32,7 +32,7 @@ from blink_core.abi.params import SamplingParams
 
 DTYPES = ("bfloat16", "float16", "float32")
 BATCHES = (2, 3, 8, 9, 16, 17, 32, 33, 64)
-BIG_VOCAB, BIG_BATCHES = 8192, (2, 9, 33, 64)  # rows of logits that are many megabytes a step
+BIG_VOCAB, FEW_BATCHES = 8192, (2, 9, 33, 64)  # where rows of logits are many megabytes a step
 COST_BATCHES = (1, 8, 32)
 NEW = 24
 LONGEST = 700  # tokens of a request: more than one piece of attention's (cuda_attention.KEY_PIECE)
@@ -171,8 +171,9 @@ def compare(way: str, seen: Seen, alone: Seen) -> tuple[int, list[str]]:
     return rows, wrong
 
 
-def check_engine(network: Any, strategy: str = "auto", seed: int = 0) -> dict[str, Any]:
-    """Every way for one network, whose operations are batch-invariant. Result: rows compared by way, and `wrong`."""
+def check_engine(network: Any, strategy: str = "auto", seed: int = 0, *, few: bool = False) -> dict[str, Any]:
+    """Every way for one network, whose operations are batch-invariant. few: fewer batches, each with the probes in one
+    order, as with a big vocabulary. Result: rows compared by way, and `wrong`."""
     m, rng = network.config, np.random.default_rng(seed)
     longest = min(LONGEST, m.max_position_embeddings)
     cached = int(m.keys_are_final(longest))
@@ -189,9 +190,9 @@ def check_engine(network: Any, strategy: str = "auto", seed: int = 0) -> dict[st
     alone = run(network, base, strategy, [[p] for p in plain])
     ways: dict[str, tuple[EngineConfig, list[list[Probe]]]] = {}
     batches = []
-    big = m.vocab_size > BIG_VOCAB
-    for number, count in enumerate(BIG_BATCHES if big else BATCHES):
-        for shift in (number % 3,) if big else range(3):
+    few = few or m.vocab_size > BIG_VOCAB
+    for number, count in enumerate(FEW_BATCHES if few else BATCHES):
+        for shift in (number % 3,) if few else range(3):
             some = (plain[shift:] + plain[:shift])[: min(3, count)]
             batches.append(placed(some, others(count - len(some))))
     ways["in batches"] = base, batches

@@ -24,7 +24,7 @@ import numpy as np
 from blink_core.abi.enums import EventKind
 from blink_core.abi.params import SamplingParams
 from hil_rigs.description import load_rig
-from hil_rigs.gpu.processes import Activity, activity, gpu_processes
+from hil_rigs.gpu.processes import PROC, Activity, activity, gpu_processes
 from hil_rigs.local import LocalOptions, LocalRig
 
 STREAMS = 8
@@ -61,13 +61,28 @@ def await_stopped(pid: int) -> Activity:
     return seen
 
 
-def others_on_gpu(engine: int) -> dict[str, Any]:
-    """Processes with a context on the GPU: whether the engine's is seen, and all others."""
+def others_on_gpu(engine: int, before: list[int] | None, proc: Path = PROC) -> dict[str, Any]:
+    """Processes with a context on the GPU: whether the engine's is seen, and all others.
+
+    before: those that had one when the engine was not started yet, None where NVML did not say. Within a container NVML
+    may give the pids of another namespace: the one process that appeared with the engine, of a pid that nobody has
+    here, is the engine then.
+    """
     try:
         found = gpu_processes()
     except RuntimeError as error:
         return {"unknown": str(error)}
-    return {"engine": engine in found, "others": [pid for pid in found if pid != engine]}
+    appeared = [] if before is None else [pid for pid in found if pid not in before]
+    foreign = len(appeared) == 1 and engine not in found and not (proc / str(appeared[0])).exists()
+    own = appeared[0] if foreign else engine
+    return {"engine": own in found, "others": [pid for pid in found if pid != own]}
+
+
+def _seen_before() -> list[int] | None:
+    try:
+        return gpu_processes()
+    except RuntimeError:
+        return None  # and so will it be for the engine, which is what the verdict looks at
 
 
 def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
@@ -76,6 +91,7 @@ def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
     command = (*description.engine_command, "--launch", launch)
     sizes = {"lease_us": 60_000_000} | ({} if model is not None else ENDLESS)
     options = LocalOptions(engine=sizes, engine_command=command)
+    contexts = _seen_before()
     with LocalRig(description, model, http=False, options=options) as rig:
         client = rig.ring(1)
         longest = rig.descriptor.config.max_len
@@ -96,7 +112,7 @@ def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
                 client.submit(np.arange(7 + i, 40 + i, dtype=np.int32), SamplingParams(max_tokens=40, ignore_eos=True))
             admitted = collect(client, seconds)
             moved = activity(pid).moved_since(still)
-            gpu = others_on_gpu(pid)
+            gpu = others_on_gpu(pid, contexts)
         finally:
             rig.send("engine", signal.SIGCONT)
         again = collect(client, seconds)

@@ -21,7 +21,18 @@ from blink_core.ops.numpy_ops import NumpyOps
 from hil_rigs.gpu.attention_cases import PagedStep, append, attention, beside_torch, far, paged_step
 from hil_rigs.gpu.comparison import LIMITS, PAGE, Outcome, drawn, error_of, poisoned
 
-__all__ = ["CASES", "Outcome", "PagedStep", "attention", "drawn", "moe", "paged_step", "poisoned", "products"]
+__all__ = [
+    "CASES",
+    "SMALL_MOE_CASES",
+    "Outcome",
+    "PagedStep",
+    "attention",
+    "drawn",
+    "moe",
+    "paged_step",
+    "poisoned",
+    "products",
+]
 
 
 def rows(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
@@ -189,15 +200,19 @@ def rope(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
         yield Outcome("append_kv", case, ops.dtype, error_of(flat_v[slots], values_host), 0.0)
 
 
-def moe(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
+MOE_CASES = (  # tokens, experts, of a token, hidden, inner, tokens of padding
+    (1, 128, 8, 256, 96, 5), (9, 60, 4, 256, 96, 5), (70, 128, 8, 256, 96, 5), (300, 16, 2, 256, 96, 5),
+    (1, 128, 8, 2048, 768, 0), (1, 60, 4, 256, 96, 0), (1, 129, 16, 608, 288, 0), (1, 8, 1, 4096, 512, 0),
+    (1, 512, 2, 2080, 64, 0),
+)  # fmt: skip
+SMALL_MOE_CASES = tuple(case for case in MOE_CASES if case[1] * case[3] * case[4] <= 1 << 22)
+
+
+def moe(ops: CudaOps, rng: np.random.Generator, cases: tuple[tuple[int, ...], ...] = MOE_CASES) -> Iterator[Outcome]:
     """Routing, and the whole mixture: padding tokens by the skinny and by the tile path; a single token by its own
     kernels, with rows that fill a warp's reads and others, and few, many and odd numbers of experts."""
     numpy = NumpyOps()
-    for tokens, experts, top_k, hidden, inner, padding in (
-        (1, 128, 8, 256, 96, 5), (9, 60, 4, 256, 96, 5), (70, 128, 8, 256, 96, 5), (300, 16, 2, 256, 96, 5),
-        (1, 128, 8, 2048, 768, 0), (1, 60, 4, 256, 96, 0), (1, 129, 16, 608, 288, 0), (1, 8, 1, 4096, 512, 0),
-        (1, 512, 2, 2080, 64, 0),
-    ):  # fmt: skip
+    for tokens, experts, top_k, hidden, inner, padding in cases:
         logits = (rng.standard_normal((tokens + padding, experts)) * 2).astype(np.float32)
         logits[0, : experts // 2] = 1.5  # equals: the lower index wins
         index, weight = ops.route(cp.asarray(logits), top_k, normalize=True)

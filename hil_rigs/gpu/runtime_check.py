@@ -210,7 +210,7 @@ def serve(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     from blink_core.runtime.cuda_model import load_network
     from blink_core.runtime.launch import DeviceDriven, LaunchOptions
     from hil_rigs.gpu.session import ask, client_of, running
-    from hil_rigs.gpu.step_diff import drawn_requests
+    from hil_rigs.gpu.step_diff import drawn_requests, outgrowing_requests
 
     result: dict[str, Any] = {}
     for model in models(options):
@@ -221,7 +221,10 @@ def serve(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
             prefix_cache=int(m.keys_are_final(min(256, m.max_position_embeddings))),
         )  # fmt: skip
         network = load_network(model, CudaOps("float32"), config.max_len)
-        todo = drawn_requests(np.random.default_rng(5), 24, config)
+        rng = np.random.default_rng(5)
+        todo = drawn_requests(rng, 24, config)
+        if network.original_max:
+            todo = outgrowing_requests(rng, config, network.original_max) + todo
         answers = {}
         for way in ("host", strategy):
             with running(config, network, LaunchOptions(strategy=way, step_limit_s=5.0, run_limit_s=40.0)) as runtime:

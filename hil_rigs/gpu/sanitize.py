@@ -31,7 +31,7 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SERVED = "SERVED"
 PLACES = ("/usr/local/cuda/bin",)
-MOST_PRINTED = 100_000  # findings; those that are not printed cannot be told apart
+MOST_PRINTED = 2000  # findings; those that are not printed cannot be told apart and count as they are
 # cuda-bindings looks up every function of its headers at its first call, those too that the driver has not (its
 # cydriver.pyx); it keeps what it finds, and a call of one that is not there raises.
 PROBES = frozenset({("CUDA_ERROR_NOT_FOUND", "cuGetProcAddress"), ("CUDA_ERROR_NOT_FOUND", "cuGetProcAddress_v2")})

@@ -98,6 +98,23 @@ def drawn_requests(rng: np.random.Generator, count: int, config: EngineConfig) -
     return found
 
 
+def outgrowing_requests(
+    rng: np.random.Generator, config: EngineConfig, original_max: int
+) -> list[tuple[Array, SamplingParams]]:
+    """Two that outgrow LongRoPE's original maximum, one in decode and one in a chunk of its prompt, which begins within
+    unless a step's budget is longer than that maximum and the row has it for itself.
+
+    Raises ValueError if `max_len` leaves no room for them.
+    """
+    lengths = {original_max - 3: 8, original_max // config.token_budget * config.token_budget + config.token_budget: 4}
+    if max(n + new for n, new in lengths.items()) > config.max_len:
+        raise ValueError(f"max_len {config.max_len} is not enough beyond an original maximum of {original_max}")
+    return [
+        (rng.integers(0, config.vocab, n).astype(np.int32), SamplingParams(max_tokens=new, ignore_eos=True))
+        for n, new in lengths.items()
+    ]
+
+
 class Twins:
     """NumPy's and the GPU's model step over the plans of one scheduler."""
 
@@ -235,7 +252,10 @@ def diff(model: Path, dtype: str, *, requests: int = 14, seed: int = 0, graphs: 
     twins = Twins(model, dtype, config, graphs=graphs)
     try:
         client = twins.attach()
-        todo = drawn_requests(np.random.default_rng(seed), requests, config)
+        rng = np.random.default_rng(seed)
+        todo = drawn_requests(rng, requests, config)
+        if twins.network.original_max:
+            todo += outgrowing_requests(rng, config, twins.network.original_max)
         found: list[Difference] = []
         for prompt, params in todo:
             client.submit(prompt, params)

@@ -9,7 +9,9 @@ from pathlib import Path
 import httpx
 
 from blink_core.runtime.cuda_main import EXIT_LOST
+from blink_core.runtime.engine_health import FILE
 from blink_core.runtime.gpu_events import GpuEvent
+from blink_core.runtime.watchdog import RECORDING
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
 from tests.integration.test_engine_loss import (
@@ -54,6 +56,22 @@ def test_fatal_xid_ends_every_stream_and_health_says_why(long_model: Path, tmp_p
         await_health(rig, 503, "Xid 79")
         assert "fallen off the bus" in health(rig).json()["reason"]
         assert complete(rig).status_code == 503
+        exited = rig.wait(DEADLINE_S)
+        assert exited is not None
+        assert f"engine exited with status {EXIT_LOST}" in exited
+        assert "Xid 79" in exited
+
+
+def test_fatal_xid_ends_every_stream_on_a_full_disk(long_model: Path, tmp_path: Path) -> None:
+    """Catches: a loss that nobody hears of because its recording and its health file cannot be written."""
+    with watched(long_model, tmp_path) as (rig, happens):
+        assert rig.run_dir is not None
+        (rig.run_dir / RECORDING).mkdir()
+        (rig.run_dir / FILE).with_suffix(".new").mkdir()
+        with stream(rig) as lines:
+            happens(GpuEvent(GPU, 79, 0.0))
+            error = error_at_the_end(lines)
+        assert error["code"] == "engine_dead"
         exited = rig.wait(DEADLINE_S)
         assert exited is not None
         assert f"engine exited with status {EXIT_LOST}" in exited

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from hil_rigs.description import RIGS_DIR
-from verification.certificate.certify import plugin_arguments
+from verification.certificate.supervise import plugin_arguments
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "tests" / "planted" / "engine.py"

@@ -15,6 +15,7 @@ import pytest
 
 from blink_core.abi.enums import EventKind, FinishReason
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.epoch_word import number_of
 from blink_core.frontend.ring_client import RingClient
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
@@ -150,12 +151,12 @@ def test_restarted_front_end_attaches_by_epoch(start: Callable[..., LocalRig]) -
     expected = httpx.post(
         f"{rig.base_url}/v1/completions", json=request_of(rig, max_tokens=8, stream=False), timeout=DEADLINE_S
     ).json()["choices"][0]["text"]
-    epoch = int(rig.memory.snapshot().rings[0]["epoch"])
+    epoch = number_of(int(rig.memory.snapshot().rings[0]["epoch"]))
     rig.send("frontend", signal.SIGKILL)
     assert held(rig)[1] > 0, "without a lease nobody ends them yet"
     rig.restart("frontend")
     await_free(rig, 5.0)
-    assert int(rig.memory.snapshot().rings[0]["epoch"]) == epoch + 1
+    assert number_of(int(rig.memory.snapshot().rings[0]["epoch"])) == epoch + 1
     for _ in range(3):
         answer = httpx.post(
             f"{rig.base_url}/v1/completions", json=request_of(rig, max_tokens=8, stream=False), timeout=DEADLINE_S
@@ -216,7 +217,7 @@ def test_frozen_front_end_that_was_replaced_leaves_the_ring(start: Callable[...,
     stream.await_end()
     assert not stream.finished
     assert stream.error is not None, stream.failure
-    assert f"superseded by epoch {epoch}" in stream.error["message"]
+    assert f"superseded by epoch {number_of(epoch)}:" in stream.error["message"]
     assert run_to_end(successor, 200) == 200
     health = httpx.get(f"{rig.base_url}/health", timeout=DEADLINE_S)
     assert (health.status_code, health.json()["status"]) == (503, "dead")

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import psutil
 
+from blink_core.frontend.epoch_word import number_of
 from hil_rigs.description import RigDescription
 from hil_rigs.local import RigFailure
 from verification.faults.model import HTTP_RING, Blast, End, Fault, Proof, Site, live_requests, paused_rows, register
@@ -77,7 +78,7 @@ def too_long(lasted: float | None, limit: float) -> str | None:
 
 
 def _epoch(site: Site) -> int:
-    return int(site.rig.memory.snapshot(2**63).rings[HTTP_RING]["epoch"])
+    return number_of(int(site.rig.memory.snapshot(2**63).rings[HTTP_RING]["epoch"]))
 
 
 @register

@@ -16,7 +16,6 @@ from hil_rigs.local import RigFailure
 from verification.result import CheckResult, Verdict
 from verification.thresholds import default_thresholds
 
-LAUNCHES = ("fire", "tail", "switch", "host")
 LONG_MODEL = "llama-gqa3"
 
 
@@ -51,25 +50,41 @@ def run_shapes(options: argparse.Namespace) -> list[tuple[str, CheckResult]]:
 def run_long_runs(options: argparse.Namespace) -> list[tuple[str, CheckResult]]:
     """Every way of launching, and HuggingFace's verdict on the tokens."""
     from verification.models.tiny import build_named
-    from verification.on_device.long_runs import LongRun, check_run, check_same, check_tokens, run_long
+    from verification.on_device.long_runs import (
+        LAUNCHES,
+        LongRun,
+        check_run,
+        check_same,
+        check_tokens,
+        counts_of,
+        run_long,
+    )
     from verification.oracles.hf import HFOracle
 
-    counts = tuple(int(c) for c in options.steps.split(","))
+    counts, begin = tuple(int(c) for c in options.steps.split(",")), time.monotonic()
+
+    def passed(what: str) -> None:
+        print(f"{what} after {time.monotonic() - begin:.0f} s", flush=True)
+
     found: list[tuple[str, CheckResult]] = []
     runs: dict[str, list[LongRun]] = {}
-    with tempfile.TemporaryDirectory(prefix="blink-long-", dir=options.folder) as place:
-        model = options.model or build_named(LONG_MODEL, Path(place), max_positions=max(counts) + 64).path
-        launches = options.launch.split(",") if load_rig(options.rig).kind == "gpu" else [None]
-        for launch in launches:
+    with tempfile.TemporaryDirectory(prefix="blink-long-", dir=options.folder) as folder:
+        model = options.model or build_named(LONG_MODEL, Path(folder), max_positions=max(counts) + 64).path
+        passed("model built")
+        ways = LAUNCHES if options.launch is None else tuple(options.launch.split(","))
+        launches: tuple[str | None, ...] = ways if load_rig(options.rig).kind == "gpu" else (None,)
+        for place, launch in enumerate(launches):
             name = launch or options.rig
             try:
-                runs[name] = ran = run_long(load_rig(options.rig), model, launch, counts, options.seed)
+                asked = counts_of(place, counts) or counts
+                runs[name] = ran = run_long(load_rig(options.rig), model, launch, asked, options.seed, max(counts))
             except (RigFailure, TimeoutError) as error:
                 found.append((name, CheckResult(Verdict.INVALID, "token-equivalence", "steps", str(error))))
                 continue
             for run in ran:
                 print(f"{name} {run.asked}: {run.seconds * 1e6 / run.asked:.0f} us a step", flush=True)
                 found.append((f"{name} {run.asked}", check_run(run)))
+            passed(name)
         if len(runs) > 1:
             found.append(("tokens of all", check_same(runs)))
         if runs:
@@ -77,6 +92,7 @@ def run_long_runs(options: argparse.Namespace) -> list[tuple[str, CheckResult]]:
             limits = default_thresholds().tokens
             for run in next(iter(runs.values())):
                 found.append((f"HuggingFace {run.asked}", check_tokens(run, *oracles, limits)))
+            passed("HuggingFace")
     return found
 
 
@@ -95,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="all", help="shapes, comma-separated")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--launch", default=",".join(LAUNCHES), help="long: ways of launching on rig gpu")
+    parser.add_argument("--launch", help="long: ways on rig gpu, all by default; only the first takes the longest runs")
     parser.add_argument("--steps", default="120,1000,10000")
     parser.add_argument("--model", type=Path, help="long: a model; by default a tiny random one")
     parser.add_argument("--threads", type=int, default=8, help="of HuggingFace")

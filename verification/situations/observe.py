@@ -12,6 +12,7 @@ from typing import Any
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind
+from blink_core.frontend.epoch_word import FENCE
 
 Key = tuple[int, int, int]  # ring, slot, generation
 Entry = tuple[int, ...]  # step, kind, ring, slot, generation, a, b, c
@@ -101,10 +102,12 @@ class LogObserver:
 
     def _epoch(self, step: int, key: Key, a: int, b: int, c: int) -> None:
         ring = key[0]
+        fence = a & FENCE  # the epoch behind it is still to come, while the old one's requests have gone (R2)
         if ring in self.epochs:
-            self.counts["epoch-change"] += 1
+            self.counts["epoch-change"] += not fence
             self.counts["epoch-change-alive"] += b > 0
-        self.epochs.add(ring)
+        if not fence:
+            self.epochs.add(ring)
         self.newest = {place: g for place, g in self.newest.items() if place[0] != ring}
         self.running = {one for one in self.running if one[0] != ring}
         self.written[ring] = self.heads[ring] = 0

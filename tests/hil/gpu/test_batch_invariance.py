@@ -1,4 +1,7 @@
-"""Batch-invariant mode: bits of operations and of whole engines, in 16-bit types and float32; skipped without a GPU."""
+"""Batch-invariant mode: bits of operations and of whole engines, in 16-bit types and float32; skipped without a GPU.
+
+What a minute allows; `hil_rigs.gpu.batch_invariance` does it for every model, type and size of batch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def test_rows_have_the_same_bits_in_any_step(dtype: str) -> None:
     assert [o for o in outcomes if not o.ok] == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16 has bfloat16's kernels
 def test_operations_are_right_in_this_mode(dtype: str) -> None:
     """Catches: a product or an attention that is the same in any batch, and wrong."""
     outcomes = list(values(CudaOps(dtype, batch_invariant=True), np.random.default_rng(2)))
@@ -35,20 +38,24 @@ def test_operations_are_right_in_this_mode(dtype: str) -> None:
     assert [o for o in outcomes if not o.ok] == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_normal_mode_is_not_invariant(dtype: str) -> None:
     """Catches: a comparison of bits that cannot fail."""
     assert differing(CudaOps(dtype), np.random.default_rng(1)) > 0
 
 
-@pytest.mark.parametrize("name", ["llama-rope-llama3", "qwen3"])  # heads of 64 and of 128, with their norm
-@pytest.mark.parametrize("dtype", DTYPES)
+# Heads of 64, and of 128 with their norm.
+ENGINES = [("float32", "llama-rope-llama3"), ("bfloat16", "qwen3"), ("float16", "llama-rope-llama3")]
+
+
+@pytest.mark.parametrize(("dtype", "name"), ENGINES)
 def test_requests_have_the_same_bits_in_any_company(dtype: str, name: str) -> None:
     """Catches: tokens or logits of a request that depend on its batch, its place, a prefix hit, the size of chunks or a
     preemption: KV rows computed anew that are not the old ones to the bit."""
     pytest.importorskip("transformers", reason="the small models are HuggingFace's")
     from tests.tiny_models import tiny_model
 
-    result = check_engine(load_network(tiny_model(name).path, CudaOps(dtype, batch_invariant=True), LONGEST))
+    network = load_network(tiny_model(name).path, CudaOps(dtype, batch_invariant=True), LONGEST)
+    result = check_engine(network, few=True)
     assert result["wrong"] == []
-    assert sum(result["rows"].values()) > 1000
+    assert sum(result["rows"].values()) > 900

@@ -74,6 +74,35 @@ def test_freeze_is_judged(changes: dict[str, Any], words: str) -> None:
     assert any("proves nothing" in w for w in freeze.judge(observation(), observation()))
 
 
+@pytest.mark.parametrize(
+    ("before", "found", "there", "expected"),
+    [
+        ([], [40], [40], {"engine": True, "others": []}),
+        ([7], [7, 40], [7, 40], {"engine": True, "others": [7]}),
+        ([], [900], [], {"engine": True, "others": []}),  # of another namespace
+        ([800], [800, 900], [], {"engine": True, "others": [800]}),
+        ([], [900, 901], [], {"engine": False, "others": [900, 901]}),
+        ([], [41], [41], {"engine": False, "others": [41]}),  # somebody else of this one
+        ([], [], [], {"engine": False, "others": []}),
+        (None, [900], [], {"engine": False, "others": [900]}),
+    ],
+)
+def test_contexts_on_the_gpu(
+    before: list[int] | None,
+    found: list[int],
+    there: list[int],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: a second context that passes as the engine's; an engine that a container's NVML shows by another pid
+    taken for somebody else."""
+    monkeypatch.setattr(freeze, "gpu_processes", lambda: found)
+    for pid in there:
+        (tmp_path / str(pid)).mkdir()
+    assert freeze.others_on_gpu(40, before, tmp_path) == expected
+
+
 def pace(idle: float, busy: float, tokens: int = 9) -> dict[str, Any]:
     return {p: {"steps_per_s": v, "tokens": tokens, "errors": 0} for p, v in (("idle", idle), ("busy", busy))}
 
@@ -202,11 +231,11 @@ def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pyt
     skipping = tmp_path / "test_skips.py"
     skipping.write_text("import pytest\n@pytest.mark.skip\ndef test_nothing(): pass\n")
     planned = {
-        "good": Stage(("-c", "print('fine')"), 30),
-        "bad": Stage(("-c", "import sys; print('wrong'); sys.exit(3)"), 30),
-        "hangs": Stage(("-c", child + "time.sleep(600)"), 5.0),
-        "skips": Stage((*all_checks.PYTEST, str(skipping)), 30),
-        "alone": Stage(("-c", "print('after')"), 30, alone=True),
+        "good": Stage(("-c", "print('fine')"), 30, 1),
+        "bad": Stage(("-c", "import sys; print('wrong'); sys.exit(3)"), 30, 1),
+        "hangs": Stage(("-c", child + "time.sleep(600)"), 5.0, 1),
+        "skips": Stage((*all_checks.PYTEST, str(skipping)), 30, 1),
+        "alone": Stage(("-c", "print('after')"), 30, 1, alone=True),
     }
     monkeypatch.setattr(all_checks, "STAGES", planned)
     ran = {r.stage: r for r in run_all(list(planned), jobs=4, limit_s=60.0, out=tmp_path, tail=100)}
@@ -224,6 +253,20 @@ def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pyt
     assert (ran["good"].said, ran["alone"].said) == ("fine", "after")
     late = run_all(["good"], jobs=1, limit_s=0.0, out=tmp_path, tail=100)
     assert [r.state for r in late] == ["NOT RUN"]
+
+
+def test_stages_that_share_leave_the_others_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a stage that hangs until the time of the whole is over, so that what runs alone is never run."""
+    planned = {
+        "hangs": Stage(("-c", "import time; time.sleep(600)"), 300, 10),
+        "first": Stage(("-c", "import time; time.sleep(600)"), 300, 3, alone=True),
+        "second": Stage(("-c", "print('after')"), 300, 25, alone=True),
+    }
+    monkeypatch.setattr(all_checks, "STAGES", planned)
+    ran = run_all(list(planned), jobs=2, limit_s=30.0, out=tmp_path, tail=100)
+    assert [r.state for r in ran] == ["TIMEOUT", "TIMEOUT", "pass"]
+    assert run_all(["hangs", "second"], jobs=2, limit_s=25.5, out=tmp_path, tail=100)[0].state == "NOT RUN"
+    assert all(0 < s.wanted_s <= s.limit_s for s in all_checks._stages().values())
 
 
 def test_every_stage_is_a_command_that_there_is() -> None:

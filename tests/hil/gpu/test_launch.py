@@ -66,7 +66,7 @@ def test_drain_and_stop(strategy: str) -> None:
 def test_failure_ends_requests_and_the_loop(strategy: str) -> None:
     """Catches: a step without a graph that leaves its requests without an end, an engine that does not say why, and a
     loop that runs on after the failure although it is told to stop; a request that was accepted and is told that it was
-    refused, or the other way round: what lives at the failure is the model's error, what comes later is refused (R6)."""
+    refused, or the other way round: who lives at the failure ends by it, who comes later is refused (R6)."""
     options = LaunchOptions(strategy=strategy, step_limit_s=5.0, run_limit_s=20.0)
     runtime = make_runtime(noop_config(), f"blink-gpu-{os.getpid()}-{secrets.token_hex(4)}", None, options)
     assert isinstance(runtime, DeviceDriven)

@@ -13,7 +13,17 @@ from hil_rigs.description import load_rig
 from tests.hil.gpu.missing import MISSING
 from verification.models.tiny import build_named
 from verification.on_device.check_shape import DTYPES, check_shape
-from verification.on_device.long_runs import STEPS, LongRun, check_run, check_same, check_tokens, run_long
+from verification.on_device.long_runs import (
+    DEFAULT_LAUNCH,
+    LAUNCHES,
+    STEPS,
+    LongRun,
+    check_run,
+    check_same,
+    check_tokens,
+    counts_of,
+    run_long,
+)
 from verification.on_device.shapes import SHAPES
 from verification.oracles.hf import HFOracle
 from verification.thresholds import default_thresholds
@@ -35,13 +45,14 @@ def test_many_steps_in_one_go(tmp_path: Path) -> None:
     heart that stands still there, a page that leaks, and drift over ten thousand steps."""
     model = build_named("llama-gqa3", tmp_path, max_positions=max(STEPS) + 64).path
     runs: dict[str, list[LongRun]] = {}
-    for launch in ("fire", "tail", "switch", "host"):
-        runs[launch] = run_long(load_rig("gpu"), model, launch)
+    for place, launch in enumerate(LAUNCHES):
+        runs[launch] = run_long(load_rig("gpu"), model, launch, counts_of(place), longest=max(STEPS))
         for run in runs[launch]:
             result = check_run(run)
             assert result.ok(), f"{launch}, {run.asked} steps: {result.message}"
     assert check_same(runs).ok(), check_same(runs).message
     oracles = HFOracle.load_pair(model, threads=8, device="cuda")
-    for run in runs["fire"]:
+    assert [run.asked for run in runs[DEFAULT_LAUNCH]] == list(STEPS)
+    for run in runs[DEFAULT_LAUNCH]:
         result = check_tokens(run, *oracles, default_thresholds().tokens)
         assert result.ok(), result.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from blink_core.frontend.engine_api import EngineError, EngineLimits, Finished, 
 from blink_core.frontend.engine_client import HEARTBEAT_LIMIT_S, RingEngineClient
 from blink_core.frontend.ring_client import ArenaFull, Handle, RingClient, RingFull
 from blink_core.runtime.cpu import CpuRuntime, Plan, noop_step
+from blink_core.transport.interface import TransportTimeout
 from blink_core.transport.shm import Segment, ShmTransport
 
 DEADLINE_S = 60.0
@@ -289,6 +291,51 @@ def test_superseded_while_the_engine_stands_still(monkeypatch: pytest.MonkeyPatc
             assert "superseded by epoch 2" in client.health().detail
             other.check_epoch()
             other.close()
+
+    asyncio.run(scenario())
+
+
+def test_attach_that_fails_half_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a front end that takes its own half attach for another's, or for the loss of the engine, and stays dead
+    though the engine is back."""
+
+    async def scenario() -> None:
+        async with engine(heartbeat_limit_s=0.2) as client:
+            ring = client._ring
+            words, attach, wait = ring.engine_words, ring.attach, ring._transport.wait
+            failures: list[bool] = []
+
+            def half(timeout: float) -> int:
+                if failures:
+                    return attach(timeout)
+                waits = itertools.count()
+
+                def cut(work: int, deadline: float) -> bytes:
+                    if next(waits):  # the word that it found comes through, its fence does not
+                        raise TransportTimeout("posted, not completed")
+                    return wait(work, deadline)
+
+                try:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(ring._transport, "wait", cut)
+                        return attach(timeout)
+                except TransportTimeout:
+                    failures.append(ring.attached)
+                    raise
+
+            monkeypatch.setattr(ring, "attach", half)
+            monkeypatch.setattr(ring, "engine_words", lambda: (7, words()[1]))
+
+            def lost_by() -> str | None:
+                return client._failure
+
+            while lost_by() is None:  # bounded by the deadline of `engine`
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(ring, "engine_words", words)
+            while lost_by() is not None and client._thread.is_alive():
+                await asyncio.sleep(0.01)
+            assert (lost_by(), failures) == (None, [False])
+            assert (await all_of(client, [1, 2]))[-1] == Finished(FinishReason.LENGTH, 3)
 
     asyncio.run(scenario())
 

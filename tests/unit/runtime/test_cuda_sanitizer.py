@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,54 @@ def test_last_reports_are_taken_at_the_end(tmp_path: Path) -> None:
     _native.store_release(made.memory.offered, 1)
     made.close()
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1
+
+
+def test_report_that_cannot_be_told_is_taken(
+    reporter: KvReporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a broken record that ends the thread, so that every later step with a report waits until it is overdue;
+    the reports behind it lost."""
+    records(reporter)["page_owner"] = -1
+    records(reporter)["kind"][0] = 99
+    offer(reporter, 2)
+    assert len(Path(reporter.info.reports).read_text().splitlines()) == 1
+    assert any("report 0 cannot be told" in r.getMessage() for r in caplog.records)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter._file, "add", fails)
+        offer(reporter, 3)
+    offer(reporter, 4)
+    assert len(Path(reporter.info.reports).read_text().splitlines()) == 2
+
+
+def test_close_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches: an engine that does not end because its reports cannot be written; memory taken from under the thread
+    that still writes them."""
+    monkeypatch.setattr("blink_core.runtime.cuda_sanitizer.CLOSE_S", 0.1)
+    closed: list[OwnedMemory] = []
+    made = KvReporter(tmp_path / "r.jsonl", SLOTS, lambda memory: SimpleNamespace(close=lambda: closed.append(memory)))
+    writing, goes_on = threading.Event(), threading.Event()
+
+    def stuck(*_: object) -> None:
+        writing.set()
+        assert goes_on.wait(20.0)
+
+    monkeypatch.setattr(made._file, "add", stuck)
+    records(made)["page_owner"] = -1
+    _native.store_release(made.memory.offered, 1)
+    assert writing.wait(20.0)
+    closing = threading.Thread(target=made.close, daemon=True)
+    closing.start()
+    try:
+        closing.join(10.0)
+        assert not closing.is_alive(), "close waits for the disk"
+        assert closed == []
+        assert any("have not been written within 0.1 s" in r.getMessage() for r in caplog.records)
+    finally:
+        goes_on.set()
+    made._thread.join(20.0)
+    made.close()
+    assert len(closed) == 3

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from blink_core.abi.config import EngineConfig
-from blink_core.abi.enums import EngineState
+from blink_core.abi.enums import EngineState, ErrorReason
 from blink_core.frontend.engine_client import RingEngineClient, kv_reports
 from blink_core.ops.numpy_ops import NumpyOps
 from blink_core.ops.sanitized_ops import SanitizedOps
 from blink_core.runtime.descriptor import EngineDescriptor, Memory, ModelInfo, SanitizerInfo
-from blink_core.runtime.engine_health import Health
+from blink_core.runtime.engine_health import Health, Notice
 from blink_core.runtime.engine_main import main, parse_arguments, serve_model
 from blink_core.runtime.kv_sanitizer import SanitizedStep
 from blink_core.runtime.memory import OwnedMemory
@@ -128,7 +128,8 @@ def test_descriptor_says_where(tmp_path: Path) -> None:
 
 
 def test_health_tells_of_reports() -> None:
-    """Catches: reports that only the engine's log knows of; a front end that fails where there is no sanitizer."""
+    """Catches: reports that only the engine's log knows of; a front end that fails where there is no sanitizer; one
+    report that hides the model's errors and what the engine's process says."""
     info, some, counters = ModelInfo("m", "", 9, 8, (), None), Memory(0, 64), OwnedMemory("counters", 64)
     made = EngineDescriptor(os.getpid(), "s", EngineConfig(vocab=9), info, some, some, None, None)
     assert kv_reports(made) is None
@@ -147,4 +148,8 @@ def test_health_tells_of_reports() -> None:
     health = RingEngineClient.health(client)
     assert (health.alive, health.state) == (True, "ready")
     assert "2 reports" in health.detail
+    notice = Notice("xid", "Xid 31 of GPU 0", 0.0)
+    client.engine_health, client._ended[ErrorReason.NAN_LOGITS] = lambda: Health(None, (notice,), 1), 3
+    detail = RingEngineClient.health(client).detail
+    assert all(words in detail for words in ("2 reports", "3 requests ended with NAN_LOGITS", "Xid 31 of GPU 0"))
     assert kv_reports(replace(made, kv_sanitizer=replace(where, counters=Memory(9999, 64)))) is None

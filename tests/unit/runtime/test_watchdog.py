@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import queue
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from blink_core.runtime.engine_health import FILE, MOST_NOTICES, HealthReader, HealthWriter
-from blink_core.runtime.gpu_events import EventError, EventSource, GpuEvent, GpuLost, RecordedEvents
+from blink_core.runtime.gpu_events import EventError, EventSource, GpuEvent, GpuLost, NvmlEvents, RecordedEvents
 from blink_core.runtime.watchdog import RECORDING, NoEvents, Watchdog
 
 DEADLINE_S = 20.0
@@ -184,3 +192,136 @@ def test_notices_are_bounded_and_a_broken_file_changes_nothing(tmp_path: Path) -
     assert f"({MOST_NOTICES + 6} in all)" in health.detail
     (tmp_path / FILE).write_text("{")
     assert reader.read() == health
+
+
+def test_an_earlier_engine_of_the_same_folder_is_forgotten(tmp_path: Path) -> None:
+    """Catches: yesterday's failure in health.json, for which front ends give today's engine up."""
+    HealthWriter(tmp_path).fail("xid", "Xid 79 yesterday")
+    HealthWriter(tmp_path)
+    assert HealthReader(tmp_path).read().failure is None
+
+
+@pytest.mark.parametrize("unwritable", [FILE, RECORDING, "both"])
+def test_fatal_xid_is_told_without_files(
+    unwritable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a full disk that ends the watching thread before it has judged the event, so that an engine on a dead
+    GPU waits for ever; a file that cannot be written, without a word."""
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if unwritable != RECORDING:
+        monkeypatch.setattr(os, "replace", full)
+    if unwritable != FILE:
+        (tmp_path / RECORDING).mkdir()
+    path = recording(tmp_path, GpuEvent(GPU, 31, 0.0), GpuEvent(GPU, 79, 0.01))
+    with watching(tmp_path, lambda: RecordedEvents(path)) as (dog, lost):
+        until(lambda: lost or not dog._thread.is_alive())
+        assert lost == [dog.lost] == ["Xid 79 of GPU 0000:01:00.0: the GPU has fallen off the bus"]
+        assert dog.health.failed == lost[0]
+    for name in (FILE, RECORDING):
+        told = any(r.levelno == logging.ERROR and f"{name} cannot be written" in r.getMessage() for r in caplog.records)
+        assert told == (unwritable in (name, "both"))
+
+
+class Nvml:
+    """As pynvml, as far as events go. Answers of `nvmlEventSetWait_v2` come from `answers`; without one it times out,
+    and a hanging one comes back when told."""
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(f"error {value}")
+            self.value = value
+
+    NVML_ERROR_TIMEOUT, NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED, NVML_ERROR_UNKNOWN = 10, 15, 16, 999
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self) -> None:
+        self.answers: queue.SimpleQueue[int | SimpleNamespace] = queue.SimpleQueue()
+        self.hanging, self.back = threading.Event(), threading.Event()
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(name)
+
+    def nvmlEventSetWait_v2(self, events: object, milliseconds: int) -> SimpleNamespace:
+        if self.hanging.is_set():
+            assert self.back.wait(DEADLINE_S)
+        try:
+            answer = self.answers.get(timeout=milliseconds / 1000)
+        except queue.Empty:
+            answer = self.NVML_ERROR_TIMEOUT
+        if isinstance(answer, int):
+            raise self.NVMLError(answer)
+        return answer
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    fake = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+@pytest.mark.parametrize("code", [Nvml.NVML_ERROR_GPU_IS_LOST, Nvml.NVML_ERROR_RESET_REQUIRED])
+def test_nvml_tells_xids_and_the_loss_of_the_gpu(nvml: Nvml, code: int, tmp_path: Path) -> None:
+    """Catches: an Xid or a lost GPU that the thread which waits for NVML keeps to itself."""
+    nvml.answers.put(SimpleNamespace(eventType=8, eventData=31))
+    nvml.answers.put(SimpleNamespace(eventType=1, eventData=79))  # no Xid
+    nvml.answers.put(code)
+    with watching(tmp_path, lambda: NvmlEvents(GPU)) as (_, lost):
+        until(lambda: lost)
+    assert lost == [f"NVML no longer reaches GPU {GPU}: error {code}"]
+    health = HealthReader(tmp_path).read()
+    assert [n.reason for n in health.notices] == [f"Xid 31 of GPU {GPU}: memory page fault"]
+    assert nvml.calls[-2:] == ["nvmlEventSetFree", "nvmlShutdown"]
+
+
+def test_other_errors_of_nvml_end_no_engine(nvml: Nvml, tmp_path: Path) -> None:
+    """Catches: a healthy engine that ends for an error of NVML alone, or one that is noted again and again; a watch of
+    heart and scheduler that ends with it."""
+    nvml.answers.put(nvml.NVML_ERROR_UNKNOWN)
+    heart, said = Beats(), [None, "step 7 took longer than its limit"]
+    with watching(tmp_path, lambda: NvmlEvents(GPU), heart, lambda: said[0], limit_s=1.0) as (dog, lost):
+        reader = HealthReader(tmp_path)
+        until(lambda: reader.read().noticed or lost)
+        assert (lost, dog.lost) == ([], None)
+        assert "Xid errors are not watched: NVML gives no more Xid events" in reader.read().detail
+        looks = heart.looks
+        until(lambda: heart.looks > looks + 2)
+        said.reverse()
+        until(lambda: reader.read().failure)
+        assert reader.read().noticed == 1
+        heart.still = True
+        until(lambda: lost)
+    assert lost == ["the scheduler's heart stood still for 1 s"]
+
+
+def test_nvml_that_hangs_hides_neither_heart_nor_failure(
+    nvml: Nvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a driver in trouble whose call does not come back, and the one thread that watches stuck in it; a close
+    that waits for it for ever, or takes away what it still uses."""
+    monkeypatch.setattr("blink_core.runtime.gpu_events.NVML_CLOSE_S", 0.1)
+    nvml.hanging.set()
+    heart = Beats()
+    heart.still = True
+    made: list[NvmlEvents] = []
+
+    def source() -> EventSource:
+        made.append(NvmlEvents(GPU))
+        return made[0]
+
+    try:
+        with watching(tmp_path, source, heart, lambda: "step 7 failed", limit_s=0.3) as (_, lost):
+            until(lambda: lost)
+            failure = HealthReader(tmp_path).read().failure
+            assert failure is not None
+            assert failure.reason == "step 7 failed"
+        assert any("NVML has not answered within 0.1 s" in r.getMessage() for r in caplog.records)
+        assert "nvmlShutdown" not in nvml.calls
+    finally:
+        nvml.back.set()
+    made[0]._thread.join(DEADLINE_S)
+    assert "nvmlShutdown" in nvml.calls

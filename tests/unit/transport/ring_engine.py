@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,21 @@ class Stepped:
             if not self.client.live:
                 return np.concatenate(events)
         raise AssertionError(f"{self.client.live} requests live after 500 steps")
+
+
+class Meddled(ShmTransport):
+    """`during` is called once, behind the write with the number `place`."""
+
+    place = -1
+    during: Callable[[], None] | None = None
+    posted = 0
+
+    def post_write(self, offset: int, data: Any) -> int:
+        work = super().post_write(offset, data)
+        at, self.posted = self.posted, self.posted + 1
+        if self.during is not None and at == self.place:
+            self.during()
+        return work
 
 
 def ends(events: Array) -> list[tuple[int, int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, Op
 from blink_core.abi.params import SamplingParams
+from blink_core.frontend.epoch_word import FENCE
 from blink_core.frontend.ring_client import (
     Handle,
     RingClient,
@@ -17,7 +17,7 @@ from blink_core.frontend.ring_client import (
 )
 from blink_core.transport.interface import TransportTimeout
 from blink_core.transport.shm import ShmTransport
-from tests.unit.transport.ring_engine import Stepped, bits_of, ends, lease
+from tests.unit.transport.ring_engine import Meddled, Stepped, bits_of, ends, lease
 
 
 def test_attach_needs_an_engine(make: Callable[..., Stepped]) -> None:
@@ -191,21 +191,6 @@ def test_epoch_is_taken_back_by_attaching(make: Callable[..., Stepped]) -> None:
         other.poll(0.0)
 
 
-class Meddled(ShmTransport):
-    """`during` is called once, behind the write with the number `place`."""
-
-    place = -1
-    during: Callable[[], None] | None = None
-    posted = 0
-
-    def post_write(self, offset: int, data: Any) -> int:
-        work = super().post_write(offset, data)
-        at, self.posted = self.posted, self.posted + 1
-        if self.during is not None and at == self.place:
-            self.during()
-        return work
-
-
 ATTACH_WRITES = 7  # queue, head, fence, queue, head, lease, epoch
 
 
@@ -250,7 +235,7 @@ def test_successor_dies_while_it_attaches(make: Callable[..., Stepped]) -> None:
     shut out and finds its own epoch again."""
     e = make()
     old = e.client
-    e.ring["front_end"]["epoch"] = 2 | 1 << 31
+    e.ring["front_end"]["epoch"] = 2 | FENCE
     with pytest.raises(Superseded, match="superseded by epoch 2:"):
         old.poll(0.0)
     e.client = e.connect()

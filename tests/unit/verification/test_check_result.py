@@ -24,7 +24,7 @@ def test_json_round_trip_keeps_everything() -> None:
         "k-rows",
         "one row",
         {**witness, "nested": {"a": [1, None, True]}},
-        {"worst": Measurement(2.5, "ratio", 8.0, 10), "n": Measurement(3, "rows")},
+        {"worst": Measurement(2.5, "ratio", 2.0, 10, "min"), "n": Measurement(3, "rows")},
     )
     text = json.dumps(first.to_json(), allow_nan=False)
     again = CheckResult.from_json(json.loads(text))

@@ -14,7 +14,7 @@ from hil_rigs.description import load_rig
 from verification.criterion.kernels import judge_kernels
 from verification.models.tiny import build_named
 from verification.on_device.check_shape import check_shape, summary
-from verification.on_device.long_runs import LongRun, check_run, check_same, check_tokens, run_long
+from verification.on_device.long_runs import LongRun, check_run, check_same, check_tokens, counts_of, run_long
 from verification.on_device.shapes import SHAPES, SMALL, build, config_of
 from verification.oracles.hf import HFOracle
 from verification.result import CheckResult, Verdict
@@ -101,6 +101,15 @@ def test_a_long_run_is_as_huggingface_has_it(ran: LongRun, model: Path) -> None:
     assert f"index {len(ran.tokens) - 1}" in result.message
     assert check_same({"fire": [ran], "tail": [ran]}).ok()
     assert "index 129" in check_same({"fire": [ran], "tail": [wrong]}).message
+    longer = replace(ran, asked=1000)
+    assert "index 129" in check_same({"auto": [longer, ran], "tail": [wrong]}).message
+    assert check_same({"auto": [longer, ran], "tail": [ran]}).ok()
+    assert not check_same({"auto": [longer], "tail": [ran]}).ok()
+
+
+def test_every_way_of_launching_runs_long() -> None:
+    """Catches: the ten thousand steps that nobody runs any more, a way of launching that runs nothing."""
+    assert [counts_of(place) for place in range(3)] == [(120, 1000, 10_000), (120, 1000), (120, 1000)]
 
 
 def test_what_a_long_run_may_not_show(ran: LongRun) -> None:

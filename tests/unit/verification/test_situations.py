@@ -8,6 +8,7 @@ import pytest
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import ErrorReason, FinishReason, LogKind
+from blink_core.frontend.epoch_word import FENCE
 from verification.situations.observe import LogObserver
 from verification.situations.registry import SITUATIONS, reachable
 
@@ -166,6 +167,15 @@ def test_cancel_in_flight_names_the_token_that_its_step_computed() -> None:
     observer = LogObserver(config())
     observer.feed([ACCEPT, ADMIT, ROW, STEP, FREED, CANCELLED])
     assert observer.cancelled == {(1, 0, 1): 32}
+
+
+def test_fence_and_epoch_are_one_change() -> None:
+    """Catches: a first attach counted as a change because its fence was followed; one change behind a fence counted
+    twice, or the requests that its fence dropped forgotten."""
+    first = [entry(K.EPOCH, a=FENCE | 1), entry(K.EPOCH, a=1)]
+    assert seen(*first) == {}
+    fence = entry(K.EPOCH, a=FENCE | 2, b=1)
+    assert seen(*first, fence, entry(K.EPOCH, a=2)) == {"epoch-change": 1, "epoch-change-alive": 1}
 
 
 def test_what_a_rig_lacks_is_out_of_its_reach() -> None:
