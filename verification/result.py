@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+LimitSense = Literal["max", "min"]
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
@@ -32,20 +33,24 @@ class Measurement:
     """One named value with its unit.
 
     value: the number measured. limit: what it was compared with, in the same unit (None: reported, not judged).
-    n: how many observations stand behind the value (None: does not apply).
+    n: how many observations stand behind the value (None: does not apply). limit_is: whether the limit is the most or
+    the least that is allowed.
     """
 
     value: float | int
     unit: str = "1"
     limit: float | int | None = None
     n: int | None = None
+    limit_is: LimitSense = "max"
 
     def to_json(self) -> dict[str, JSON]:
-        return {"value": plain(self.value), "unit": self.unit, "limit": plain(self.limit), "n": self.n}
+        told: dict[str, JSON] = {"value": plain(self.value), "unit": self.unit, "limit": plain(self.limit), "n": self.n}
+        return told | {"limit_is": self.limit_is}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurement:
-        return cls(_number(data["value"]), data["unit"], _optional_number(data["limit"]), data["n"])
+        limit = _optional_number(data["limit"])
+        return cls(_number(data["value"]), data["unit"], limit, data["n"], data["limit_is"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.copied_tree import goes_before_installed
-from verification.certificate.certify import plugin_arguments
+from verification.certificate.supervise import plugin_arguments
 from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from verification.certificate.certify import plugin_arguments
 from verification.certificate.report import validate
+from verification.certificate.supervise import plugin_arguments
 from verification.certificate.verify import verify
 from verification.models.tiny import build_named
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,10 +33,10 @@ from verification.certificate.supervise import (
     GRACE_S,
     INTERRUPTED,
     command_line,
+    interruptible,
     root_of,
     supervise,
 )
-from verification.certificate.supervise import plugin_arguments as plugin_arguments
 from verification.certificate.verdict import ExitCode
 from verification.run_context import RunContext, new_run_id, parse_seed
 
@@ -174,18 +175,20 @@ def _identity(options: Options, context: RunContext) -> dict[str, Any]:
 
 
 def _run(options: Options, context: RunContext, limits: Profile) -> dict[str, Any]:
-    """Run the suite if it can be run, then build, write and sign the report in either case."""
+    """Run the suite if it can be run, then build, write and sign the report in either case, also when a signal comes.
+
+    One that comes when all tests are done already changes nothing: the report is being written."""
     started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     clock = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"blink-{context.run_id}-") as scratch:
+    with interruptible() as interrupted, tempfile.TemporaryDirectory(prefix=f"blink-{context.run_id}-") as scratch:
         log = Path(scratch) / output.LOG
         trouble = _unusable(options)
         replays: list[TestRecord] = []
         if trouble is None:
             for_replays, for_all = deadlines(options, limits)
-            replays, trouble = _replay_corpus(options, context, limits, for_replays)
+            replays, trouble = _replay_corpus(options, context, limits, for_replays, interrupted)
             if trouble is None:
-                trouble = supervise(options, context, limits, log, for_all)
+                trouble = supervise(options, context, limits, log, for_all, interrupted)
         else:
             log.write_text(f"{trouble}\n", encoding="utf-8")
         log.touch()  # a run that ended among the replays has none
@@ -295,7 +298,7 @@ def _corpus(options: Options, context: RunContext) -> Corpus:
 
 
 def _replay_corpus(
-    options: Options, context: RunContext, limits: Profile, deadline: Deadline
+    options: Options, context: RunContext, limits: Profile, deadline: Deadline, interrupted: threading.Event
 ) -> tuple[list[TestRecord], str | None]:
     """Earlier failures first, all of them before one deadline. Each is one test with the seed, profile and model that
     it failed with.
@@ -304,11 +307,11 @@ def _replay_corpus(
     it off."""
     if not options.replays:
         return [], None
-    root, stopped = root_of(options), list[str]()
+    root = root_of(options)
 
     def run(entry: Entry, folder: Path) -> str | None:
-        if stopped:
-            return stopped[0]
+        if interrupted.is_set():
+            return INTERRUPTED
         if deadline.over:
             return deadline.passed
         recording = () if entry.recording is None else ("--replay", str(entry.recording))
@@ -328,11 +331,9 @@ def _replay_corpus(
         if (unusable := _unusable_model(again.model)) is not None:
             return unusable
         folder.mkdir(parents=True, exist_ok=True)
-        trouble = supervise(again, its, limits, folder.with_suffix(".log"), deadline, root)
-        stopped.extend([INTERRUPTED] if trouble == INTERRUPTED else [])
-        return trouble
+        return supervise(again, its, limits, folder.with_suffix(".log"), deadline, interrupted, root)
 
     say = partial(print, file=sys.stderr, flush=True)
     settled = {} if context.done is None else shards.done_records(context.done)
     records = replaying.replay(_corpus(options, context), context.rig_kind, options.out, run, say, settled)
-    return records, stopped[0] if stopped else None
+    return records, INTERRUPTED if interrupted.is_set() else None

@@ -10,6 +10,7 @@ Something got worse, and the exit code is 1, by any of these; each is told on a 
               one that is required, or a saved failure that can be replayed here, and did not pass
   gone        a test of the old run alone that is required: by its own id, of its profile, in the required set that
               either run was signed with. Other tests that are gone are told and change nothing.
+  cases       fewer of a test that passed in both runs of one profile: a suite that asks less
   situation   one that was reached, that the new run's profile expects and its rig can reach, and that was not
   session     an error of the new session that the old one did not have
   verdict     `passed` before and not now, or `property failed` now and not before
@@ -31,6 +32,7 @@ from verification.agreement_record import FILE, AgreementError, AgreementRecord,
 from verification.certificate.corpus import PREFIX
 from verification.certificate.outcomes import Outcome
 from verification.certificate.output import REQUIRED
+from verification.certificate.provenance import file_digest
 from verification.certificate.report import REQUIRED_SET, ReportError, outcomes_of, validate
 from verification.certificate.required import parse
 from verification.certificate.verdict import ExitCode, not_applicable
@@ -59,6 +61,7 @@ class Comparison:
     same: dict[str, bool]
     worse: list[str] = field(default_factory=list)
     better: list[str] = field(default_factory=list)
+    fewer_cases: list[str] = field(default_factory=list)
     new_faults: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     gone_required: list[str] = field(default_factory=list)
@@ -73,7 +76,7 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Nothing got worse, and the answers do not contradict each other."""
-        told = (self.worse, self.new_faults, self.gone_required, self.situations_lost, self.session)
+        told = (self.worse, self.fewer_cases, self.new_faults, self.gone_required, self.situations_lost, self.session)
         return not any(told) and self.agreement not in (Verdict.INVALID, Verdict.UNKNOWN, GONE, DAMAGED)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,6 +120,7 @@ def compare(old: Path, new: Path) -> Comparison:
         same=_same(before, after),
         worse=worse,
         better=better,
+        fewer_cases=_fewer_cases(old_tests, new_tests) if before["run"]["profile"] == after["run"]["profile"] else [],
         new_faults=faults,
         added=added,
         gone_required=[test for test in gone if test in wanted],
@@ -130,11 +134,26 @@ def compare(old: Path, new: Path) -> Comparison:
     )
 
 
+def _fewer_cases(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Tests that passed in both runs, and drew fewer programs in the new one."""
+    return [
+        f"{test}: {old[test]['cases']} -> {new[test]['cases']}"
+        for test in sorted(old.keys() & new.keys())
+        if old[test]["outcome"] == new[test]["outcome"] == Outcome.PASSED and new[test]["cases"] < old[test]["cases"]
+    ]
+
+
 def _required(folder: Path, report: dict[str, Any]) -> set[str]:
-    """Own ids that a run's profile requires, by the required set that lies beside its report."""
+    """Own ids that a run's profile requires, by the required set that lies beside its report and is the one that the
+    report names."""
     path = folder / REQUIRED
     try:
+        digest, said = file_digest(path), report["digests"]["required"]
+        if digest != said:
+            raise CompareError(f"{path}: sha256 {digest}, {_REPORT} says {said}")
         profile = parse(path.read_text(encoding="utf-8"), str(path)).profile(report["run"]["profile"])
+    except CompareError:
+        raise
     except (OSError, ValueError) as error:  # RequiredSetError among them
         raise CompareError(f"{path}: {error}") from error
     return {test for requirement in profile.properties.values() for test in requirement.tests}
@@ -204,6 +223,7 @@ def lines(result: Comparison) -> list[str]:
     for title, entries in (
         ("worse", result.worse),
         ("better", result.better),
+        ("fewer cases", result.fewer_cases),
         ("new fault", result.new_faults),
         ("only in the new run", result.added),
         ("required and gone", result.gone_required),

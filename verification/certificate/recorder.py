@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verification.certificate.jsonable import bounded, jsonable, number
 from verification.certificate.outcomes import enforce
+from verification.result import LimitSense
 
 if TYPE_CHECKING:
     from verification.result import CheckResult
 
 MAX_SERIES_POINTS = 2000
-LimitSense = Literal["max", "min"]
 SeriesKind = Literal["line", "steps", "bars", "histogram"]
 _KINDS = ("line", "steps", "bars", "histogram")
 
@@ -145,11 +145,14 @@ class Recorder:
         if clause and clause not in self._clauses:
             self._clauses.append(clause)
         for name, measurement in result.measurements.items():
-            value, limit = measurement.value, measurement.limit
-            # A check that held although the value is above the limit was held to a least value.
-            least = limit is not None and value > limit and str(result.verdict).lower() == "valid"
-            sense: LimitSense = "min" if least else "max"
-            self.measure(name, value, measurement.unit, limit=limit, limit_is=sense, n=measurement.n)
+            self.measure(
+                name,
+                measurement.value,
+                measurement.unit,
+                limit=measurement.limit,
+                limit_is=measurement.limit_is,
+                n=measurement.n,
+            )
         self._check = {
             "verdict": str(result.verdict).lower(),
             "property": result.property,

@@ -163,11 +163,6 @@ def read_state(
     return State(known, list(done.values()), interrupted)
 
 
-def finished_before(folder: Path, shard: Shard, identity: Mapping[str, Any] | None = None) -> list[TestRecord]:
-    """Records of the tests that sessions of this shard have done; see `read_state`."""
-    return read_state(folder, shard, identity).done
-
-
 def write_state(
     folder: Path,
     shard: Shard,

@@ -75,17 +75,20 @@ def _child(options: Options, context: RunContext, limits: Profile, root: Path) -
 
 
 def supervise(
-    options: Options, context: RunContext, limits: Profile, log: Path, deadline: Deadline, root: Path | None = None
+    options: Options,
+    context: RunContext,
+    limits: Profile,
+    log: Path,
+    deadline: Deadline,
+    interrupted: threading.Event,
+    root: Path | None = None,
 ) -> str | None:
-    """Run pytest to its end or to the deadline. Returns what went wrong with the process, None when nothing did."""
+    """Run pytest to its end or to the deadline, or until `interrupted` is set (`interruptible`), be it in the last
+    moment. Returns what went wrong with the process, None when nothing did."""
     arguments, environment = _child(options, context, limits, root or root_of(options))
     reader = JournalReader(options.out / JOURNAL)
     trouble: str | None = None
-    with (
-        log.open("wb") as stream,
-        ProgressDisplay(Console(stderr=True)) as display,
-        _interruptible() as interrupted,
-    ):
+    with log.open("wb") as stream, ProgressDisplay(Console(stderr=True)) as display:
         child = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
         )
@@ -101,6 +104,8 @@ def supervise(
                 break
         display.update(reader.events())
     _kill_group(child.pid)  # whatever the run left behind, an engine process above all
+    if trouble is None and interrupted.is_set():  # behind the loop's last look
+        trouble = INTERRUPTED
     return trouble or _abnormal_end(child.returncode, options.out / JOURNAL, log)
 
 
@@ -133,8 +138,11 @@ def _kill_group(group: int) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that SIGINT, SIGTERM and SIGHUP set, where signals can be handled at all (the main thread)."""
+def interruptible() -> Iterator[threading.Event]:
+    """An event that SIGINT, SIGTERM and SIGHUP set, where signals can be handled at all (the main thread).
+
+    It stands around a whole run: whoever runs something in it looks at the event between one thing and the next.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -14,7 +14,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from verification.certificate import provenance, required
+from verification.certificate import interruptions, provenance, required
 from verification.certificate.keys import key_id
 from verification.certificate.outcomes import Outcome
 from verification.certificate.report import (
@@ -255,6 +255,9 @@ def _check_verdict(folder: Path, report: dict[str, Any]) -> list[str]:
     for warning in replay_warnings(outcomes_of(report), whole=run["judged"] == REQUIRED_SET):
         if warning not in report["warnings"]:
             raise VerificationError(f"replays: the report does not warn that {warning}")
+    for warning in interruptions.warnings(run["facts"].get("interrupted") or []):
+        if warning not in report["warnings"]:
+            raise VerificationError(f"interruptions: the report does not warn that {warning}")
     certified = run["judged"] == REQUIRED_SET and is_certificate(
         run["profile"], int(verdict.exit_code), report["source"]["dirty"], run["facts"]
     )

@@ -113,7 +113,7 @@ def _judge_kind(kind: str, index: int, scores: KVScores, thresholds: KVThreshold
             f"{rows_per_layer} {kind.upper()} rows in each of {layers} layers give no "
             f"{thresholds.reference_percentile:g}th percentile; {thresholds.min_rows} are needed"
         )
-        rows = Measurement(rows_per_layer, "rows", limit=thresholds.min_rows)
+        rows = Measurement(rows_per_layer, "rows", limit=thresholds.min_rows, limit_is="min")
         return CheckResult(Verdict.UNKNOWN, KV_PROPERTY, "rows", message, {}, {f"{kind}_rows_per_layer": rows})
     yardsticks = [
         measure_yardstick(

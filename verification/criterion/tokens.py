@@ -170,7 +170,7 @@ def judge_tokens(scores: TokenScores, thresholds: TokenThresholds) -> CheckResul
     if n < thresholds.min_rows:
         message = f"{n} rows give no {thresholds.reference_percentile:g}th percentile; {thresholds.min_rows} are needed"
         return _result(
-            Verdict.UNKNOWN, "rows", message, {}, {"rows": Measurement(n, "rows", limit=thresholds.min_rows)}
+            Verdict.UNKNOWN, "rows", message, {}, {"rows": Measurement(n, "rows", thresholds.min_rows, limit_is="min")}
         )
     yardstick = measure_yardstick(
         scores.hf32_rms,
@@ -275,7 +275,7 @@ def _judge_rows(
     upper = clopper_pearson(bad, n, thresholds.confidence)[1]
     bound_unit = f"fraction, {thresholds.confidence:g} bound"
     measurements = {
-        "rows": Measurement(n, "rows", thresholds.min_rows),
+        "rows": Measurement(n, "rows", thresholds.min_rows, limit_is="min"),
         "worst_rms_ratio": Measurement(float(ratios[worst]), "ratio", thresholds.rms_factor, n),
         "median_rms_ratio": Measurement(float(np.median(ratios)), "ratio", n=n),
         "failing_rows": Measurement(bad, "rows", 0, n),

@@ -1,9 +1,14 @@
 """Automatic mutants of the scheduler: a random sample of all that `operators` can make, and the score of the checkers.
 
 The sample is drawn by seed from the mutants that compile, so its score is an unbiased estimate of that of all of them;
-beside it stands its 95 % interval (Wilson, 1927). A mutant's place in the draw hangs on its own name alone: a change of
-the product exchanges those that it touches, and leaves the rest of the sample as it was. Mutants that do not compile
-are found by one compiler run over all of them at once, each error put down to the mutant in whose text it stands.
+beside it stands its 95 % interval (Wilson, 1927). Drawn ones that overlap cannot be woven together and are built apart:
+to leave out the later one would draw dense expressions less. A mutant's place in the draw hangs on its own name alone:
+a change of the product exchanges those that it touches, and leaves the rest of the sample as it was. Mutants that do
+not compile are found by one compiler run over all of them at once, each error put down to the mutant in whose text it
+stands.
+
+Mutants that are argued to be equivalent are run like all others, drawn or not: what a checker notices, or what crashes
+or hangs, refutes its argument.
 """
 
 from __future__ import annotations
@@ -14,17 +19,18 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verification.mutants import native, weave
 from verification.mutants.checkers.lock_step import GROUP_ONLY
+from verification.mutants.matrix import refutes
 from verification.mutants.model import PRODUCT, Span
 from verification.mutants.operators import Site, sites
 from verification.mutants.session import Session
-from verification.mutants.weave import BuildFailed, Fault, WeaveError
+from verification.mutants.weave import BuildFailed, Fault
 from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job
 
 GENERATED = ("abi.hpp",)  # written by blink_core.abi.header, whose own tests hold it to its definition
@@ -66,60 +72,96 @@ def universe() -> list[Automatic]:
 
 @dataclass(slots=True)
 class Sample:
-    """A sample that compiles. universe: how many there are; rejected: drawn ones that do not compile or weave."""
+    """A sample that compiles, in order of the draw, and what was asked for beside it.
+
+    builds: mutants that are woven together; those that overlap stand in different ones. universe: how many there are.
+    rejected: drawn ones that do not compile. apart: drawn ones that are in another build than the first, because they
+    overlap one of it or do not compile beside it. lost: names that were asked for and do not compile.
+    """
 
     mutants: list[Automatic]
-    faults: list[Fault]
+    beside: list[Automatic]
+    builds: list[list[Automatic]]
     universe: int
     rejected: int
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def apart(self) -> int:
+        first = {m.name for m in self.builds[0]} if self.builds else set()
+        return sum(m.name not in first for m in self.mutants)
 
 
-def draw(count: int, seed: int, *, also: Sequence[Fault] = ()) -> Sample:
-    """`count` mutants that compile, drawn by `seed`. also: faults that are woven beside them. Raises BuildFailed."""
+def draw(count: int, seed: int, *, names: Collection[str] = ()) -> Sample:
+    """`count` mutants that compile, drawn by `seed`, and beside them those of `names`. Raises BuildFailed."""
     every = universe()
     order = sorted(every, key=lambda m: hashlib.sha256(f"automatic/{seed}/{m.name}".encode()).digest())
-    chosen: list[Automatic] = []
-    rejected = 0
-    while len(chosen) < count and order:
-        fresh, order = order[: count - len(chosen)], order[count - len(chosen) :]
-        good = _compiling([*chosen, *fresh], also)
-        rejected += len(chosen) + len(fresh) - len(good)
-        chosen = good
-    return Sample(chosen, number(chosen, len(also) + 1), len(every), rejected)
+    builds: list[list[Automatic]] = []
+    drawn = good = 0
+    while good < count and drawn < len(order):
+        fresh = order[drawn : drawn + count - good]
+        drawn += len(fresh)
+        _place(builds, fresh)
+        good = sum(map(len, builds))
+    _place(builds, [m for m in order[drawn:] if m.name in names])
+    placed = {m.name for build in builds for m in build}
+    chosen = [m for m in order[:drawn] if m.name in placed]
+    lost = [m.name for m in every if m.name in names and m.name not in placed]
+    beside = [m for m in order[drawn:] if m.name in placed]
+    return Sample(chosen, beside, builds, len(every), drawn - len(chosen), lost)
 
 
-def number(mutants: Sequence[Automatic], first: int) -> list[Fault]:
+def number(mutants: Sequence[Automatic]) -> list[Fault]:
     return [
         Fault(identity, m.name, m.file, Span(m.site.start, m.site.end, m.site.new), m.site.kind)
-        for identity, m in enumerate(mutants, first)
+        for identity, m in enumerate(mutants, 1)
     ]
 
 
-def _compiling(mutants: list[Automatic], also: Sequence[Fault]) -> list[Automatic]:
-    """Those that weave and compile together."""
+def overlap(one: Automatic, other: Automatic) -> bool:
+    """Whether two mutants cannot be woven together: their texts overlap, and neither holds the other."""
+    a, b = sorted((one.site, other.site), key=lambda site: (site.start, -site.end))
+    return one.file == other.file and a.start < b.start < a.end < b.end
+
+
+def _place(builds: list[list[Automatic]], mutants: Sequence[Automatic]) -> None:
+    """Adds each mutant that compiles to the first build in which it can stand, or to a new one."""
+    waiting, at = list(mutants), 0
+    while waiting:
+        if at == len(builds):
+            builds.append([])
+        together, later = list(builds[at]), list[Automatic]()
+        for mutant in waiting:
+            (later if any(overlap(mutant, other) for other in together) else together).append(mutant)
+        apart: list[Automatic] = []
+        if len(together) > len(builds[at]):
+            builds[at], apart = _compiling(together)
+        waiting, at = [*apart, *later], at + 1
+    if builds and not builds[-1]:
+        builds.pop()
+
+
+def _compiling(mutants: Sequence[Automatic]) -> tuple[list[Automatic], list[Automatic]]:
+    """Those that compile together, and those that compile, but not beside the former."""
     left = list(mutants)
     with tempfile.TemporaryDirectory(prefix="blink-automatic-") as name:
         folder = Path(name)
         while left:
-            faults = [*also, *number(left, len(also) + 1)]
-            try:
-                woven = weave.write(faults, folder)
-            except WeaveError as error:
-                left = [m for m in left if m.name not in str(error).split(" overlaps ")[0]]
-                continue
+            woven = weave.write(number(left), folder)
             bad = _blamed(folder, woven, _errors(folder))
             if bad is None:  # an error that a mutant has elsewhere, such as for a name that it hides
                 half = len(left) // 2
                 if half == 0:
-                    return []
-                first, second = _compiling(left[:half], also), _compiling(left[half:], also)
+                    return [], []
+                (first, others), (second, more) = _compiling(left[:half]), _compiling(left[half:])
                 if len(first) + len(second) == len(left):  # each half for itself, not both together
-                    return first
-                return _compiling(first + second, also)
+                    return first, second
+                both, apart = _compiling([*first, *second])
+                return both, [*others, *more, *apart]
             if not bad:
-                return left
-            left = [m for identity, m in enumerate(left, len(also) + 1) if identity not in bad]
-    return left
+                return left, []
+            left = [m for identity, m in enumerate(left, 1) if identity not in bad]
+    return [], []
 
 
 def _errors(folder: Path) -> list[tuple[str, int, int]]:
@@ -179,12 +221,19 @@ class Result:
 
 @dataclass(slots=True)
 class Score:
-    """Killed of those that are not argued equivalent, with the 95 % interval."""
+    """Killed of those that are not argued equivalent, with the 95 % interval.
+
+    results: of the sample. argued: of those that are argued equivalent and were not drawn. equivalent: arguments by
+    name, of both. unknown: names that are argued and that no operator makes, or that do not compile.
+    """
 
     results: list[Result]
     universe: int
     rejected: int
-    equivalent: list[str] = field(default_factory=list)
+    apart: int = 0
+    equivalent: Mapping[str, str] = field(default_factory=dict)
+    argued: list[Result] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
     @property
     def counted(self) -> list[Result]:
@@ -192,8 +241,14 @@ class Score:
 
     @property
     def refuted(self) -> list[str]:
-        """Those that are argued equivalent and were killed: the argument is wrong."""
-        return [f"{r.mutant.name} by {r.checker}" for r in self.results if r.word == "killed" and r not in self.counted]
+        """What is wrong with arguments for equivalence: what they are about can be told from the product, or is not
+        there."""
+        told = [
+            f"{r.mutant.name}: {r.word}{f' by {r.checker}' if r.checker else ''}"
+            for r in (*self.results, *self.argued)
+            if r.mutant.name in self.equivalent and refutes(r.word, self.equivalent[r.mutant.name])
+        ]
+        return told + [f"{name}: there is no such mutant, or it does not compile" for name in self.unknown]
 
     @property
     def words(self) -> dict[str, int]:
@@ -209,15 +264,17 @@ class Score:
         return (
             f"{killed} of {n} automatic mutants killed ({killed / max(1, n):.3f}, 95 % {low:.3f} to {high:.3f}); "
             f"{self.words[CRASH]} crash, {self.words[TIMEOUT]} hang, {self.words['survived']} survive; "
-            f"{len(self.results) - n} argued equivalent; sampled from {self.universe}, {self.rejected} did not compile"
+            f"{len(self.results) - n} argued equivalent; sampled from {self.universe}, "
+            f"{self.rejected} did not compile, {self.apart} built apart"
         )
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.interval
         return {
             "killed": self.words["killed"], "counted": len(self.counted), "low": low, "high": high,
-            "words": self.words, "universe": self.universe, "rejected": self.rejected,
-            "equivalent": self.equivalent, "refuted": self.refuted, "mutants": [r.to_json() for r in self.results],
+            "words": self.words, "universe": self.universe, "rejected": self.rejected, "apart": self.apart,
+            "equivalent": list(self.equivalent), "refuted": self.refuted,
+            "mutants": [r.to_json() for r in self.results], "argued": [r.to_json() for r in self.argued],
         }  # fmt: skip
 
 
@@ -236,23 +293,39 @@ def run(
     seed: int,
     *,
     shard: tuple[int, int] = (1, 1),
-    equivalent: Sequence[str] = (),
+    equivalent: Mapping[str, str] | None = None,
+    argued: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Score:
-    """Draws, builds and runs a sample; of it every n-th from the i-th on. Raises BuildFailed or WorkerLost."""
-    sample = draw(count, seed)
-    woven = weave.build(sample.faults, PRODUCT / "build" / "mutants-automatic")
+    """Draws, builds and runs a sample; of it every n-th from the i-th on. Raises BuildFailed or WorkerLost.
+
+    equivalent: arguments by name; those of named mutants are not looked at. argued: whether those mutants are run that
+    are argued equivalent and not drawn.
+    """
+    known = {m.name for m in universe()}
+    arguments = {name: text for name, text in (equivalent or {}).items() if name.startswith("auto-")}
+    sample = draw(count, seed, names=arguments if argued else ())
+    part, parts = shard
+    mine = {m.name for group in (sample.mutants, sample.beside) for m in group[part - 1 :: parts]}
     rng = random.Random(f"automatic/seeds/{seed}")
     seeds = [rng.randrange(1 << 32) for _ in range(ATTEMPTS)]
-    part, parts = shard
-    results = []
-    with Session(native.environment(woven.path, 0)) as session:
-        session.prepare([*CHECKERS, *LATER], seeds)
-        for mutant in sample.mutants[part - 1 :: parts]:
-            results.append(_judge(session, mutant, woven.identities[mutant.name], seeds))
-            where = f"{mutant.file}:{mutant.line}"
-            say(f"{results[-1].word:8} {mutant.name} {where} {mutant.site.operator} {mutant.site.what}")
-    return Score(results, sample.universe, sample.rejected, [m.name for m in sample.mutants if m.name in equivalent])
+    found: dict[str, Result] = {}
+    for at, together in enumerate(sample.builds):
+        chosen = [m for m in together if m.name in mine]
+        if not chosen:
+            continue
+        folder = PRODUCT / "build" / ("mutants-automatic" if at == 0 else f"mutants-automatic-{at + 1}")
+        woven = weave.build(number(together), folder)
+        with Session(native.environment(woven.path, 0)) as session:
+            session.prepare([*CHECKERS, *LATER], seeds)
+            for mutant in chosen:
+                result = found[mutant.name] = _judge(session, mutant, woven.identities[mutant.name], seeds)
+                where = f"{mutant.file}:{mutant.line}"
+                say(f"{result.word:8} {mutant.name} {where} {mutant.site.operator} {mutant.site.what}")
+    drawn, beside = ([found[m.name] for m in group if m.name in found] for group in (sample.mutants, sample.beside))
+    unknown = [name for name in arguments if name not in known or name in sample.lost]
+    its = {r.mutant.name: arguments[r.mutant.name] for r in (*drawn, *beside) if r.mutant.name in arguments}
+    return Score(drawn, sample.universe, sample.rejected, sample.apart, its, beside, unknown)
 
 
 def _judge(session: Session, mutant: Automatic, identity: int, seeds: Sequence[int]) -> Result:

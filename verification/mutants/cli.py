@@ -165,7 +165,7 @@ def automatic_command(
 
     part, parts = _parts(shard)
     try:
-        score = automatic.run(count, seed, shard=(part, parts), equivalent=list(matrix.equivalents()), say=typer.echo)
+        score = automatic.run(count, seed, shard=(part, parts), equivalent=matrix.equivalents(), say=typer.echo)
     except (RegistryError, BuildFailed, WorkerLost) as error:
         raise _fail(str(error)) from error
     out.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def automatic_command(
     told = score.to_json() | {"seed": seed, "count": count}
     (out / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
     for refuted in score.refuted:
-        typer.echo(f"problem: argued equivalent, killed: {refuted}")
+        typer.echo(f"problem: argued equivalent: {refuted}")
     typer.echo(str(score))
     bad = bool(score.refuted) or score.words["killed"] < least * len(score.counted)
     raise typer.Exit(EXIT_SURVIVORS if bad else 0)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verification.certificate.certify import plugin_arguments
+from verification.certificate.supervise import plugin_arguments
 from verification.mutants import hook
 from verification.mutants.automatic import wilson
 from verification.mutants.model import PRODUCT

@@ -68,7 +68,9 @@ def check_marks(compared: Iterable[frozenset[str]], wanted: Sequence[str], prope
         counts = {name: count + (name in names) for name, count in counts.items()}
     missing = [name for name, count in counts.items() if not count]
     told = ", ".join(f"{name} {count}" for name, count in counts.items())
-    measured = {f"compared after {name}": Measurement(count, "requests", 1) for name, count in counts.items()}
+    measured = {
+        f"compared after {name}": Measurement(count, "requests", 1, limit_is="min") for name, count in counts.items()
+    }
     verdict = Verdict.UNKNOWN if missing else Verdict.VALID
     message = f"KV of {requests} requests compared; of them had {told}"
     return CheckResult(verdict, property_name, "schedules", message, {}, measured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ NIGHTLY = (
     "deadline-overflows",
 )
 NIGHTLY_SEEDS = 3
+PAIR_SECONDS = 1800.0  # for two checkers of a class: most have them after one mutant or two
 PART = 6  # mutants of one test: a whole class would not fit into the time of one, nor into a shard
 
 
@@ -124,28 +126,24 @@ def test_kill_matrix(built: weave.Woven, part: str, evidence: Path | None, recor
     _run(chosen, matrix.SEEDS, seed, record, evidence)
 
 
+@pytest.mark.timeout(3300)  # the budget, and the last mutant that is begun in it
 @pytest.mark.blink_profile("full")
 @pytest.mark.parametrize("cls", list(_by_class()))
 def test_two_checkers(built: weave.Woven, cls: str, record: Recorder, seed: int) -> None:
     """Mutants of a class, those that most checkers can name first, until two checkers that share no check function have
-    kills in it.
+    kills in it. One in which none are found in `PAIR_SECONDS` fails.
 
     Catches: a class that hangs on one check function, with which all its mutants would survive.
     """
-    rows: list[matrix.Row] = []
     with tempfile.TemporaryDirectory(prefix="blink-matrix-") as folder:
         made = matrix.Matrix(
             Path(folder), matrix.seeds_of(seed, matrix.SEEDS), say=lambda line: print(line, flush=True)
         )
         order = sorted(_by_class()[cls], key=lambda m: -len(matrix.able(m, made.checkers(m.where))))
-        for mutant in order:
-            rows += [row for row in made.rows([mutant]) if row.cls]
-            if matrix.by_class(rows)[0].pair:
-                break
+        rows, told = matrix.until_pair(lambda mutant: made.rows([mutant]), order, PAIR_SECONDS)
     record.cases(sum(cell.run for row in rows for cell in row.cells.values()))
-    (found,) = matrix.by_class(rows)
-    word = Verdict.VALID if found.pair else Verdict.INVALID
-    record.check(CheckResult(word, PROPERTY, "two-checkers", str(found)))
+    word = Verdict.VALID if any(one.pair for one in matrix.by_class(rows)) else Verdict.INVALID
+    record.check(CheckResult(word, PROPERTY, "two-checkers", f"class {cls}: {told}"))
 
 
 @pytest.mark.timeout(3000)  # the deadline of a shard is an hour
@@ -159,9 +157,8 @@ def test_automatic(
     Catches: checkers that notice the named faults because those were chosen, and not others.
     """
     limits = thresholds.mutants
-    score = automatic.run(
-        limits.sample, seed, equivalent=list(matrix.equivalents()), say=lambda line: print(line, flush=True)
-    )
+    arguments = matrix.equivalents()
+    score = automatic.run(limits.sample, seed, equivalent=arguments, argued=False, say=partial(print, flush=True))
     _keep(evidence, "automatic-mutants.json", score.to_json())
     low, high = score.interval
     n = len(score.counted)
@@ -177,3 +174,20 @@ def test_automatic(
     word = Verdict.VALID if enough else Verdict.INVALID
     record.cases(n)
     record.check(CheckResult(word, PROPERTY, "automatic", str(score), {"refuted": list[JSON](score.refuted)}, figures))
+
+
+@pytest.mark.blink_profile("full")
+def test_argued(built: weave.Woven, evidence: Path | None, record: Recorder, seed: int) -> None:
+    """Automatic mutants that are argued to be equivalent, all of them, whatever the sample holds.
+
+    Catches: an argument that a checker refutes, by a fault of the product that it explains away; one whose mutant is
+    not there any more.
+    """
+    score = automatic.run(0, seed, equivalent=matrix.equivalents(), say=partial(print, flush=True))
+    _keep(evidence, "argued-mutants.json", score.to_json())
+    word = Verdict.INVALID if score.refuted else Verdict.VALID
+    record.cases(len(score.argued))
+    message = (
+        f"{len(score.argued)} mutants that are argued equivalent were run, {len(score.refuted)} arguments are wrong"
+    )
+    record.check(CheckResult(word, PROPERTY, "argued", message, {"refuted": list[JSON](score.refuted)}))

@@ -7,15 +7,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from verification.certificate import certify as certifying
+from verification.certificate import replays
 from verification.certificate.certify import certify
+from verification.certificate.options import Deadline, Options
+from verification.certificate.records import TestRecord
 from verification.certificate.required import load
+from verification.certificate.supervise import INTERRUPTED, supervise
 from verification.certificate.verify import verify
+from verification.run_context import RunContext
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -275,6 +284,50 @@ def test_interrupt_stops_the_run_and_reports(tmp_path: Path, number: signal.Sign
     assert "interrupted by a signal" in text
     assert last_line(text) == "verdict: could not run (exit 2)"
     assert verify(out).valid
+
+
+def test_signal_between_two_replays_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a signal while no pytest runs, which ends the run without a report, or after which it goes on."""
+    suite, out, ran = write(tmp_path / "suite", PASSING), tmp_path / "out", list[str]()
+
+    def replay(corpus: Any, rig: str, folder: Path, run: Callable[..., str | None], *rest: Any) -> list[TestRecord]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ran.append(str(run(None, folder / "one")))
+        return []
+
+    monkeypatch.setattr(replays, "replay", replay)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(certifying, "supervise", lambda *arguments: pytest.fail("the suite was begun"))
+    # Whoever has no handler in force would be ended by it, and this test with them.
+    signal.signal(signal.SIGTERM, lambda number, frame: ran.append("no handler of the run"))
+    try:
+        code = certify("local", None, "nightly", out, seed=5, suite=suite, corpus=tmp_path / "corpus")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, ran) == (2, ["interrupted by a signal"])
+    assert last_line(capfd.readouterr().out) == "verdict: could not run (exit 2)"
+    assert verify(out).valid
+
+
+def test_signal_behind_the_last_look_is_not_lost(tmp_path: Path) -> None:
+    """Catches: a signal that comes when pytest has ended and its end is not noticed yet, dropped without a word."""
+
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            return False
+
+    late = Late()
+    late.set()
+    out, suite = tmp_path / "out", write(tmp_path / "suite", PASSING)
+    out.mkdir()
+    options, deadline = Options("local", None, "smoke", out, 5, suite=suite), Deadline(time.monotonic() + 60, "passed")
+    context = RunContext("r1", "local", "smoke", None, 5, "given", out)
+    limits = load("local").profile("smoke")
+    assert supervise(options, context, limits, tmp_path / "log", deadline, late) == INTERRUPTED
+    late.clear()
+    assert supervise(options, context, limits, tmp_path / "log", deadline, late) is None
 
 
 def test_killed_run_leaves_nothing_running(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,38 @@ def test_each_thing_for_the_worse_is_told_and_not_ok(
         found = compare(old, folder(tmp_path / name, make_report, list(own), **values))
         assert not found.ok, name
         assert told in lines(found), name
+
+
+def test_suite_that_asks_less_is_worse(tmp_path: Path, make_report: MakeReport, records: list[TestRecord]) -> None:
+    """Catches: tests that draw fewer programs than before and pass; runs of two profiles held against each other."""
+    old = folder(tmp_path / "old", make_report, records)
+    fewer = [replace(record, cases=19 if number == 2 else 20) for number, record in enumerate(records)]
+    for name, own, told, values in (
+        ("fewer", fewer, [f"{records[2].id}: 20 -> 19"], {}),
+        ("more", [replace(record, cases=21) for record in records], [], {}),
+        ("another profile", fewer, [], {"profile": "nightly"}),
+    ):
+        new = folder(tmp_path / name, make_report, list(own), **values)
+        found = compare(old, new)
+        assert found.fewer_cases == told, name
+        assert [f"fewer cases: {one}" in lines(found) for one in told] == [True] * len(told)
+        assert found.ok == (name == "more"), name
+    assert compare(new, new).ok
+
+
+def test_required_set_that_is_not_the_reports_is_refused(
+    tmp_path: Path, make_report: MakeReport, records: list[TestRecord]
+) -> None:
+    """Catches: a required test that is gone and not told, because the file beside the report was cut by hand."""
+    old = folder(tmp_path / "old", make_report, records)
+    new = folder(tmp_path / "new", make_report, records[1:])
+    assert not compare(old, new).ok
+    for run in (old, new):
+        path = run / output.REQUIRED
+        text = path.read_text(encoding="utf-8").replace(f"- {records[0].id}\n", "- queue-ordering/renamed\n")
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(CompareError, match=r"required\.yaml: sha256 .* report\.json says"):
+        compare(old, new)
 
 
 def test_recorded_answers_that_are_gone_or_damaged_are_not_ok(

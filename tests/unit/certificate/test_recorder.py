@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from blink_core.abi.config import EngineConfig
 from verification.certificate.jsonable import bounded, jsonable
 from verification.certificate.outcomes import PropertyViolation
 from verification.certificate.recorder import MAX_SERIES_POINTS, Recorder
+from verification.properties import service_order
 from verification.result import CheckResult, Measurement, Verdict
+from verification.suite.pressure import KvPressure
 
 
 class Colour(enum.IntEnum):
@@ -90,11 +93,30 @@ def test_repeated_measurement_keeps_the_value_nearest_its_limit() -> None:
     """Catches: the worst of many checks overwritten by the last; a least value taken for an exceeded limit."""
     recorder = Recorder()
     for ratio, rows in ((2.0, 400), (7.5, 120), (3.0, 900)):
-        measured = {"ratio": Measurement(ratio, "x", 8.0, 10), "rows": Measurement(rows, "rows", 100)}
+        measured = {"ratio": Measurement(ratio, "x", 8.0, 10), "rows": Measurement(rows, "rows", 100, limit_is="min")}
         recorder.check(CheckResult(Verdict.VALID, "kv-content", "C1", "equal", {}, measured))
     values = recorder.as_dict()["measurements"]
     assert (values["ratio"]["value"], values["ratio"]["limit_is"]) == (7.5, "max")
     assert (values["rows"]["value"], values["rows"]["limit_is"]) == (120, "min")
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_sense_of_a_limit_is_the_measurements_own(verdict: Verdict) -> None:
+    """Catches: a value at its least limit, or below it in a check that failed, told as one held to a greatest value."""
+    recorder = Recorder()
+    measured = {"once": Measurement(1, "times", 1, limit_is="min"), "never": Measurement(0, "times", 1, None, "min")}
+    recorder.take(CheckResult(verdict, "kv-content", "C1", "counted", {}, measured))
+    told = recorder.as_dict()["measurements"]
+    assert [told[name]["limit_is"] for name in measured] == ["min", "min"]
+
+
+def test_least_numbers_of_the_suite_are_declared_as_least() -> None:
+    """Catches: what must have happened at least once, told in the report as what may happen once at most."""
+    pressure = KvPressure(EngineConfig(vocab=8))
+    pressure.counts = dict.fromkeys(pressure.counts, 1)
+    contested = service_order.check_contested([], 3)
+    for name, measurement in (pressure.check("p").measurements | contested.measurements).items():
+        assert measurement.limit_is == "min", name
 
 
 def test_long_series_is_thinned_and_counts_its_points() -> None:

@@ -22,7 +22,6 @@ from verification.certificate.required import load
 from verification.certificate.shards import (
     Costs,
     ShardError,
-    finished_before,
     parse_shard,
     partition,
     read_state,
@@ -130,7 +129,7 @@ def test_interrupted_shard_goes_on_and_all_shards_make_one_certificate(
     assert run(suite, outs[0], "1/2") == 2  # killed in its midst
     (suite / "stop").unlink()
     before = len(ran(suite))
-    done = finished_before(outs[0], parse_shard("1/2"))
+    done = read_state(outs[0], parse_shard("1/2")).done
     assert 0 < before == len(done) < len(everything())
     codes = [run(suite, out, f"{i}/2") for i, out in enumerate(outs, 1)]
     text = capfd.readouterr()
@@ -174,7 +173,7 @@ def test_crash_is_not_run_again(tmp_path: Path) -> None:
     suite, out = write(tmp_path / "suite"), tmp_path / "one"
     (suite / "stop").write_text("11", encoding="utf-8")
     assert run(suite, out, "1/2") == 2
-    (crashed,) = [one for one in finished_before(out, parse_shard("1/2")) if one.outcome is not Outcome.PASSED]
+    (crashed,) = [one for one in read_state(out, parse_shard("1/2")).done if one.outcome is not Outcome.PASSED]
     (suite / "stop").unlink()
     assert run(suite, out, "1/2") == 2
     report = json.loads((out / output.REPORT).read_text(encoding="utf-8"))
@@ -249,7 +248,7 @@ def test_records_survive_a_death_between_journal_and_state(tmp_path: Path, monke
     suite, out = write(tmp_path / "suite"), tmp_path / "one"
     (suite / "stop").touch()
     assert run(suite, out, "1/2") == 2
-    before = finished_before(out, parse_shard("1/2"))
+    before = read_state(out, parse_shard("1/2")).done
     prepare = output.prepare
 
     def die(*args: Any, **kwargs: Any) -> None:
@@ -259,7 +258,7 @@ def test_records_survive_a_death_between_journal_and_state(tmp_path: Path, monke
     monkeypatch.setattr(output, "prepare", die)
     with pytest.raises(KeyboardInterrupt):
         run(suite, out, "1/2")
-    assert finished_before(out, parse_shard("1/2")) == before != []
+    assert read_state(out, parse_shard("1/2")).done == before != []
 
 
 def test_shard_of_another_run_is_refused_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

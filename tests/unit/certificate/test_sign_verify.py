@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from tests.unit.certificate.conftest import MakeReport
 from verification.certificate import keys, output, required, sign
 from verification.certificate.records import TestRecord
 from verification.certificate.verify import verify
@@ -151,6 +152,21 @@ def test_a_failed_test_counted_as_failed_still_needs_the_right_verdict(run_folde
     (run_folder / output.REPORT).write_text(json.dumps(report), encoding="utf-8")
     sign.sign(run_folder, report, keys.signing_key())
     assert "its tests give 'property failed'" in verify(run_folder).problems[0]
+
+
+def test_interruption_that_is_not_warned_of_is_found(
+    run_folder: Path, make_report: MakeReport, records: list[TestRecord]
+) -> None:
+    """Catches: a test that was begun three times, in a report that says nothing of it to whoever reads its warnings."""
+    told = [{"test": records[0].id, "times": 2, "reasons": ["the session died"]}]
+    report = make_report(records, facts={"interrupted": told})
+    output.finish(run_folder, report, required.required_text("local"), required.thresholds_text())
+    assert verify(run_folder).problems == ()
+    report["warnings"] = [line for line in report["warnings"] if "was interrupted" not in line]
+    (run_folder / output.REPORT).write_text(json.dumps(report), encoding="utf-8")
+    sign.sign(run_folder, report, keys.signing_key())
+    (problem,) = verify(run_folder).problems
+    assert f"does not warn that test {records[0].id} was interrupted 2 times" in problem
 
 
 @pytest.mark.parametrize("name", ["required_text", "thresholds_text"])

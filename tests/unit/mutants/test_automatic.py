@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from verification.mutants import automatic, sources, tester
+from verification.mutants import automatic, native, sources, tester, weave
 from verification.mutants.automatic import CHECKERS, LATER, Automatic, Result, Score
 from verification.mutants.checkers import NATIVE, all_modules
 from verification.mutants.model import PRODUCT
 from verification.mutants.operators import Site, sites
+from verification.mutants.weave import Woven
 from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
 
 TEXT = "BLINK_FN void f(uint32_t n) {\n  static_assert(sizeof(A) == 4);\n  use(n + 1);\n}\n"
@@ -31,7 +32,7 @@ def test_what_only_a_compiler_sees_is_not_deleted() -> None:
 def test_sample_stays_while_the_product_changes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a sample that is another one after any edit, so that no argument and no result of it lasts."""
     every = [mutant(f"auto-{i}") for i in range(200)]
-    monkeypatch.setattr(automatic, "_compiling", lambda chosen, also: list(chosen))
+    monkeypatch.setattr(automatic, "_compiling", lambda chosen: (list(chosen), []))
     monkeypatch.setattr(automatic, "universe", lambda: every)
     before = [m.name for m in automatic.draw(50, 1).mutants]
     monkeypatch.setattr(automatic, "universe", lambda: [mutant("auto-new"), *every[:10], *every[11:]])
@@ -73,9 +74,105 @@ def test_word_of_a_mutant(told: dict[str, str], word: str, killer: str) -> None:
 def test_argument_that_a_kill_refutes_is_told() -> None:
     """Catches: a mutant that is left out of the score by an argument, though a checker tells it from the product."""
     results = [Result(mutant("auto-0"), "killed", "progress"), Result(mutant("auto-1"), "survived")]
-    score = Score(results, 10, 0, ["auto-0", "auto-1"])
-    assert score.refuted == ["auto-0 by progress"]
-    assert Score(results, 10, 0, ["auto-1"]).refuted == []
+    score = Score(results, 10, 0, equivalent={"auto-0": "because", "auto-1": "because"})
+    assert score.refuted == ["auto-0: killed by progress"]
+    assert Score(results, 10, 0, equivalent={"auto-1": "because"}).refuted == []
+
+
+@pytest.mark.parametrize(
+    ("word", "argument", "wrong"),
+    [
+        ("killed", "It only takes longer.", True),
+        (CRASH, "It only takes longer.", True),
+        (TIMEOUT, "Nobody reads it.", True),
+        (TIMEOUT, "It only takes longer.", False),
+        ("survived", "Nobody reads it.", False),
+    ],
+)
+def test_what_refutes_an_argument(word: str, argument: str, wrong: bool) -> None:
+    """Catches: a mutant that is argued equivalent and crashes or hangs, taken for one that nobody can tell; one that
+    was not drawn, and whose argument nobody looks at."""
+    result = Result(mutant("auto-0"), word)
+    for score in (
+        Score([result], 10, 0, equivalent={"auto-0": argument}),
+        Score([], 10, 0, equivalent={"auto-0": argument}, argued=[result]),
+    ):
+        assert bool(score.refuted) is wrong
+        assert score.counted == []
+
+
+def test_argued_mutants_are_run_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an argument that holds because its mutant is never run, or is not there any more."""
+    every = [placed(f"auto-{i}", 10 * i, 10 * i + 5) for i in range(20)]
+    monkeypatch.setattr(automatic, "universe", lambda: every)
+    monkeypatch.setattr(automatic, "_compiling", lambda all_: ([m for m in all_ if m.name != "auto-7"], []))
+    monkeypatch.setattr(weave, "build", lambda faults, folder: Woven(folder, {f.name: 1 for f in faults}))
+    monkeypatch.setattr(native, "environment", lambda path, identity: {})
+    monkeypatch.setattr(automatic, "Session", Silent)
+    monkeypatch.setattr(automatic, "_judge", lambda session, m, *rest: Result(m, "survived"))
+    arguments = dict.fromkeys(("auto-3", "auto-4", "auto-7", "auto-99", "named"), "because")
+    for shards in (1, 2):
+        parts = [automatic.run(0, 1, equivalent=arguments, shard=(i + 1, shards)) for i in range(shards)]
+        assert sorted(r.mutant.name for score in parts for r in score.argued) == ["auto-3", "auto-4"]
+        for score in parts:
+            assert score.results == []
+            assert [one.split(":")[0] for one in score.refuted] == ["auto-7", "auto-99"]
+    score = automatic.run(19, 1, equivalent=arguments)
+    assert (len(score.results), score.argued, len(score.counted)) == (19, [], 17)
+    assert automatic.run(0, 1, equivalent=arguments, argued=False).argued == []
+
+
+def placed(name: str, start: int, end: int) -> Automatic:
+    """A mutant of that text."""
+    return Automatic(name, "blink_core/device/ring.hpp", 1, Site("relational", start, end, "x", "expression", "<"))
+
+
+class Silent:
+    """A session that runs nothing."""
+
+    def __init__(self, environ: Any) -> None:
+        pass
+
+    def prepare(self, checkers: Any, seeds: Any) -> None:
+        pass
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+def test_overlapping_mutants_are_drawn_and_built_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: mutants of dense expressions that are left out because another was drawn before, told as such that do
+    not compile: the score would be of sparse code."""
+    crossing = [placed(f"auto-{i}", i, i + 10) for i in range(3)]
+    nested, elsewhere, broken = placed("auto-n", 2, 4), placed("auto-e", 50, 60), placed("auto-b", 70, 80)
+    every = [*crossing, nested, elsewhere, broken]
+    monkeypatch.setattr(automatic, "universe", lambda: every)
+    monkeypatch.setattr(automatic, "_compiling", lambda all_: ([m for m in all_ if m is not broken], []))
+    sample = automatic.draw(5, 1)
+    if broken not in sample.mutants:
+        sample = automatic.draw(6, 1)
+    assert sorted(m.name for m in sample.mutants) == ["auto-0", "auto-1", "auto-2", "auto-e", "auto-n"]
+    assert (len(sample.builds), sample.rejected, sample.apart) == (3, 1, 2)
+    for together in sample.builds:
+        assert not any(automatic.overlap(a, b) for a in together for b in together)
+    assert "1 did not compile, 2 built apart" in str(Score([], 6, sample.rejected, sample.apart))
+
+
+def test_mutants_that_compile_alone_only_are_built_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: mutants lost because others beside them keep them from compiling."""
+    every = [placed(f"auto-{i}", 10 * i, 10 * i + 5) for i in range(8)]
+    monkeypatch.setattr(automatic, "universe", lambda: every)
+    monkeypatch.setattr(weave, "write", lambda faults, folder: {f.name: f for f in faults})
+    monkeypatch.setattr(automatic, "_errors", lambda folder: [])
+    # Two of them hide a name from each other: an error in nobody's text.
+    hidden = {"auto-1", "auto-6"}
+    monkeypatch.setattr(automatic, "_blamed", lambda folder, woven, errors: None if hidden <= woven.keys() else set())
+    sample = automatic.draw(8, 1)
+    assert (len(sample.mutants), sample.rejected) == (8, 0)
+    assert not any(hidden <= {m.name for m in together} for together in sample.builds)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,15 @@ def test_verdict_needs_clean_controls_and_kills() -> None:
     assert matrix.judge([clean, row("a", "K", killed)]).problems == ()
     assert "survives" in matrix.judge([clean, row("a", "K", alive)]).problems[0]
     assert matrix.judge([clean, row("a", "K", alive)], excused={"a": "because"}).problems == ()
+    for word, argument, wrong in (
+        (FOUND, "because", True),
+        (CRASH, "because", True),
+        (TIMEOUT, "because", True),
+        (TIMEOUT, "It only takes longer.", False),
+    ):
+        told = row("a", "K", cell((NOTHING, ""), (word, "K")))
+        problems = matrix.judge([clean, told], excused={"a": argument}).problems
+        assert [("argued equivalent, and is not" in one) for one in problems] == [True] * wrong
     noisy = row("control-native", "", cell((NOTHING, ""), (FOUND, "K")))
     assert "without any mutant" in matrix.judge([noisy, row("a", "K", killed)]).problems[0]
     assert "share no check function" in matrix.judge([clean, row("a", "K", killed)], whole=["K"]).problems[0]
@@ -181,6 +190,22 @@ def test_class_needs_two_checkers_that_share_nothing() -> None:
     assert {name for name, _ in both.pair} & {"lock-step", "log-conformance"}
     assert ("raw-memory", 1) in both.pair
     assert judged(row("d", "K", named("lock-step", True), named("raw-memory", True))).twice == 1
+
+
+def test_class_without_a_pair_ends_in_time() -> None:
+    """Catches: a class whose second checker went blind, which runs until its test's limit and is undecided."""
+    killed = row("a", "K", cell(*[(FOUND, "K")] * 10))
+    killed.cells = {"raw-memory": next(iter(killed.cells.values()))}
+    now = iter(range(0, 1000, 10))
+    rows, told = matrix.until_pair(lambda mutant: [killed], NATIVE[:50], 100.0, lambda: float(next(now)))
+    assert len(rows) == 9
+    assert "no two independent checkers in 100 s: 9 of 50 mutants were run" in told
+    other = row("b", "K", cell(*[(FOUND, "K")] * 10))
+    other.cells = {"lock-step": next(iter(other.cells.values()))}
+    both = iter([killed, other])
+    rows, told = matrix.until_pair(lambda mutant: [next(both)], NATIVE[:50], 100.0, lambda: 0.0)
+    assert len(rows) == 2
+    assert "no two" not in told
 
 
 def test_functions_of_checkers_exist() -> None:

@@ -77,6 +77,15 @@ def test_a_checker_kills(checker: str, tmp_path: Path) -> None:
         assert look(checker, None, tmp_path) is None
 
 
+def test_failed_step_of_chunks_is_noticed(tmp_path: Path) -> None:
+    """Catches: a step that raised and is told as a good one where no row samples: the request goes on over KV that was
+    never computed, which no row's own status shows."""
+    found = look("ring-watched", "failed-step-is-well", tmp_path)
+    assert found is not None
+    assert (found.clause, found.classes) == ("a failed step is told", frozenset("X"))
+    assert "in chunks of" in found.witness
+
+
 def test_every_checker_is_tried() -> None:
     """Catches: a checker that is added and never shown to find anything."""
     assert {one.name for one in every("python")} == set(KILLS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verification.mutants import matrix, weave
+from verification.mutants.automatic import universe
 from verification.mutants.checkers import every
 from verification.mutants.checkers.base import classes_of, independent
 from verification.mutants.model import CLASSES, PRODUCT, Mutant, RegistryError, Span, by_name, load, read
@@ -48,6 +49,8 @@ def test_argued_equivalents_exist() -> None:
     """Catches: an argument that excuses a mutant which is no longer there, or one without an argument."""
     named = {m.name for m in load()}
     assert {name for name in matrix.equivalents() if not name.startswith("auto-")} <= named
+    made = {m.name for m in universe()}
+    assert {name for name in matrix.equivalents() if name.startswith("auto-")} <= made
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from verification.certificate.certify import plugin_arguments
+from verification.certificate.supervise import plugin_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 

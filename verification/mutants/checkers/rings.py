@@ -166,7 +166,7 @@ def check_watched(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
             return "one client a ring", f"{method} of a client that was superseded went through"
         if not np.array_equal(before, engine.call("ring.__getitem__", "sq")):
             return "one client a ring", "a client that was superseded wrote a submission"
-    return _cancels(parts, rng, scratch) or _failed_step(parts, rng, scratch)
+    return _cancels(parts, rng, scratch) or _failed_step(parts, rng, scratch) or _failed_chunks(parts, rng, scratch)
 
 
 def _failed_step(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
@@ -180,6 +180,26 @@ def _failed_step(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
         return (
             "a failed step is told",
             f"one step raised: {finished} of 9 finished, errors {sorted(reasons)}",
+        )
+    return None
+
+
+def _failed_chunks(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
+    """A step of nothing but chunks of a prompt raises: no row of it samples, so only its status says that the KV is
+    missing. Its request ends with MODEL_ERROR, without a token; the one behind it is served."""
+    budget, chunks = rng.randrange(4, 9), rng.randrange(3, 6)
+    length = budget * (chunks - 1) + rng.randrange(1, budget + 1)
+    sizes = SIZES | {"token_budget": budget}
+    with stepped(parts, scratch, None, **sizes, failing_step=rng.randrange(chunks - 1)) as engine:
+        prompts = [[rng.randrange(NOOP_VOCAB) for _ in range(count)] for count in (length, 5)]
+        _, history = run(engine, [greedy(prompts[0], 3), greedy(prompts[1], 3, ENDLESS)])
+    kinds = [(e["kind"], e["reason"]) for e in history.events if e["kind"] != EventKind.FINISH]
+    finished = sum(e["kind"] == EventKind.FINISH for e in history.events)
+    tokens = [(EventKind.TOKEN, 0)] * 3
+    if kinds != [(EventKind.ERROR, ErrorReason.MODEL_ERROR), *tokens] or finished != 1:
+        return (
+            "a failed step is told",
+            f"one step of a prompt of {length} in chunks of {budget} raised: {finished} of 2 finished, events {kinds}",
         )
     return None
 
