@@ -35,8 +35,8 @@ def run_program(
 
     `observe` is called after each `every` events (0: never), for checks at step boundaries of the running engine.
     `died` says how the engine has died, None while it lives. `first` is entered for the submissions before the first
-    poll; a hold of the engine there lets it see all of them at once, whatever its pace. A broken ring protocol and an engine out of reach are
-    findings: they end the run and stand in the history.
+    poll; a hold of the engine there lets it see all of them at once, whatever its pace. A broken ring protocol and an
+    engine out of reach are findings: they end the run and stand in the history.
     """
     history = History(program, ring)
     try:
