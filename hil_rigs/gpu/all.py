@@ -11,9 +11,9 @@ Exit 0: all passed; 1: one did not; 2: nothing ran.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import contextlib
 import fnmatch
+import importlib.metadata
 import json
 import os
 import signal
