@@ -72,7 +72,8 @@ def draw_prompts(config: dict[str, object], seed: int) -> list[tuple[tuple[int, 
     """(prompt, new tokens, after) of each request; config: of config.json.
 
     Lone tokens, a short prompt, one beyond every window and original maximum, one that outgrows the original maximum
-    while it decodes, one that begins like another, and two behind page boundaries.
+    while it decodes, one that begins like another, and two behind page boundaries. Of LongRoPE one more, which begins
+    like the one that outgrew the original maximum and stays within it: none of that one's keys are right for it.
     """
     rng = np.random.default_rng([seed, 7])
     vocab = int(str(config["vocab_size"]))
@@ -90,6 +91,8 @@ def draw_prompts(config: dict[str, object], seed: int) -> list[tuple[tuple[int, 
     drawn.append((ids(int(original) - int(rng.integers(2, 5))), 10, 0))
     drawn += [(ids(17), 8, 0), (ids(int(rng.integers(31, 35))), 8, 0)]
     drawn.append((shared, 8, ENDLESS))
+    if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+        drawn.append((drawn[6][0][: int(rng.integers(17, 25))] + ids(3), 4, ENDLESS))
     return drawn
 
 

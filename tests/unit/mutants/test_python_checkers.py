@@ -56,13 +56,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "SPELLED", ("mistral-full",))
 
 
-def look(checker: str, mutant: str | None, scratch: Path) -> Finding | None:
-    """What a checker finds with the first seed."""
+def look(checker: str, mutant: str | None, scratch: Path, seed: int = 0) -> Finding | None:
+    """What a checker finds with a seed."""
     chosen = None if mutant is None else by_name(mutant)
     product = Product(chosen, hook.environment(chosen, scratch), scratch)
     one = find(checker)
     try:
-        return one.run(product, 0, time.monotonic() + 3 * one.seconds)
+        return one.run(product, seed, time.monotonic() + 3 * one.seconds)
     finally:
         stop_parts()
 
@@ -84,6 +84,26 @@ def test_failed_step_of_chunks_is_noticed(tmp_path: Path) -> None:
     assert found is not None
     assert (found.clause, found.classes) == ("a failed step is told", frozenset("X"))
     assert "in chunks of" in found.witness
+
+
+UNMISSED = (
+    ("http-streams", "last-token-of-a-batch", 0),
+    ("http-streams", "stop-inside-stop-missed", 1),
+    ("stop-strings", "stop-inside-stop-missed", 3),
+    ("family-tokens", "longrope-pages-shared", 6),
+)
+
+
+@pytest.mark.parametrize(("checker", "mutant", "seed"), UNMISSED)
+def test_a_mutant_is_not_missed(
+    checker: str, mutant: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches: a checker that sees a fault only where the draw or the engine's pace allows: tokens of several requests
+    in one poll, a stop string within another, pages that LongRoPE computed anew."""
+    monkeypatch.setattr(families, "FAMILIES", ("phi3-longrope",))
+    found = look(checker, mutant, tmp_path, seed)
+    assert found is not None
+    assert by_name(mutant).cls in found.classes, found
 
 
 def test_every_checker_is_tried() -> None:

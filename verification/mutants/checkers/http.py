@@ -62,6 +62,10 @@ class Client:
             raise RefusedError(f"status {response.status_code}, the stream ends with {lines[-1:]} for {body}")
         return [json.loads(line) for line in lines[:-1]]
 
+    def hold(self, events: int) -> None:
+        """The front end's next poll that finds events finds at least so many more, whatever the pace of the engine."""
+        self.served.call("hold", events)
+
 
 class RefusedError(Exception):
     """A valid request was not answered."""
@@ -134,13 +138,16 @@ def check_streams(client: Client, rng: random.Random, seed: int) -> Wrong:
         (free, stream), *_ = ask(body)
         if (wrong := _compared(free, stream)) is not None:
             return wrong
-        for number in range(3):
+        for number in range(4):
             # A piece of the middle; one that only begins with the text's end, so that this is held back; one that is
             # not there; and one within the beginning of another.
-            at = rng.randrange(1, max(2, len(free.text) - 6))
-            stops = [[free.text[at : at + 4], "\N{SNOWMAN}"], [free.text[-1:] + "\N{SNOWMAN}"], ["x\N{SNOWMAN}"]][
-                number
-            ]
+            at = rng.randrange(1, max(2, len(free.text) - 6)) if number < 3 else 0
+            stops = [
+                [free.text[at : at + 4], "\N{SNOWMAN}"],
+                [free.text[-1:] + "\N{SNOWMAN}"],
+                ["x\N{SNOWMAN}"],
+                _nested(free.text, seed),
+            ][number]
             if not all(stops):
                 continue
             (cut, stream), *_ = ask(body | {"stop": stops})
@@ -154,6 +161,17 @@ def check_streams(client: Client, rng: random.Random, seed: int) -> Wrong:
             if (wrong := _compared(whole, stream)) is not None:
                 return wrong
     return _choices(client, rng) or _listed(client, rng, free.text)
+
+
+def _nested(text: str, seed: int) -> list[str]:
+    """A stop string that begins in the text and is not in it, and one that ends within this beginning, where it occurs
+    first. An empty one where no two characters of the text serve."""
+    places = [at for at in range(1, len(text) - 1) if text.find(text[at : at + 2]) == at]
+    places = [at for at in places if streaming.REPLACEMENT not in text[at - 1 : at + 2]]
+    if not places:
+        return [""]
+    at = places[seed % len(places)]
+    return [text[at - 1 : at + 2] + "\N{SNOWMAN}", text[at : at + 2]]
 
 
 def _asker(
@@ -193,10 +211,13 @@ def _compared(whole: streaming.Answer, stream: streaming.Stream, stops: list[str
 
 
 def _choices(client: Client, rng: random.Random) -> Wrong:
-    """Two prompts with three choices each: what is counted, against the same with one choice."""
+    """Two prompts with three choices each: what is told and counted, against the same with one choice. All that the
+    engine says to the three comes in one poll: tokens of six requests, several of each."""
     prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (4, 7)]
     body = {"prompt": prompts, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    one, three = (client.ask(body | {"n": n}) for n in (1, 3))
+    one = client.ask(body | {"n": 1})
+    client.hold(6 * (5 + 1))
+    three = client.ask(body | {"n": 3})
     got = tuple(three["usage"][k] for k in ("prompt_tokens", "completion_tokens", "total_tokens"))
     texts = [choice["text"] for choice in three["choices"]]
     if got != (11, 30, 41) or one["usage"]["completion_tokens"] != 10:
@@ -240,7 +261,8 @@ def _listed(client: Client, rng: random.Random, free: str) -> Wrong:
             early = [
                 (o, token)
                 for o, token in zip(offsets, chunk["logprobs"]["tokens"] if offsets else (), strict=True)
-                if not token.startswith("bytes:") and len(shown) < o + len(token) <= len(text)
+                # A special token is listed, and has no text of its own to wait for.
+                if len(shown) < o + len(token) and text.startswith(token, o)
             ]
             if early:
                 return "log probabilities and text", f"{early} listed when {len(shown)} characters were shown"

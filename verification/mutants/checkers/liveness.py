@@ -120,9 +120,11 @@ def check_standing(product: Product, rng: random.Random) -> Wrong:
     told, back = list(STANDING)[:2]
     with rig_of(product, heartbeat_limit_s=1.0, lease_us=200_000) as rig:
         url = rig.base_url
-        free = httpx.post(f"{url}/v1/completions", json=BODY | {"max_tokens": LONG}, timeout=30)
-        if free.status_code != 200:
-            return "a lease is kept", f"{LONG} tokens with a lease of 0.2 s: {free.status_code} {free.text[:150]}"
+        until, free = time.monotonic() + 0.8, None
+        while free is None or time.monotonic() < until:  # a request on a quick machine is over within one lease
+            free = httpx.post(f"{url}/v1/completions", json=BODY | {"max_tokens": LONG}, timeout=30)
+            if free.status_code != 200:
+                return "a lease is kept", f"{LONG} tokens with a lease of 0.2 s: {free.status_code} {free.text[:150]}"
         if (count := free.json()["usage"]["completion_tokens"]) != LONG:
             return "a slow reader loses nothing", f"{count} tokens of {LONG} arrived"
         slow = Pending(url, BODY | {"max_tokens": LONG}, 20)

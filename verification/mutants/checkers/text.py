@@ -123,27 +123,48 @@ def check_stops(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
         stops = ["".join(rng.choice("abc ") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
         if rng.random() < 0.5:  # one that ends within the beginning of a longer one
             stops += ["abca", "bc"]
-        pieces, at = [], 0
-        while at < len(text):
-            step = rng.randrange(1, 5)
-            pieces.append(text[at : at + step])
-            at += step
-        matcher = parts.keep("blink_core.frontend.stop:StopMatcher", stops)
-        shown: list[str] = []
-        matched = None
-        for piece in pieces:
-            shown.append(matcher.call("push", piece))
-            matched = matcher.call("matched")
-            if matched is not None:
-                break
-        shown.append("" if matched else matcher.call("finish"))
-        ends = [(end, -len(stop)) for stop in stops for end in range(len(text) + 1) if text[:end].endswith(stop)]
-        end, length = min(ends, default=(len(text), 0))
-        if "".join(shown) != text[: end + length] or (matched is not None) != bool(ends):
-            return (
-                "text before the stop string",
-                f"{pieces} with {stops}: shown {''.join(shown)!r}, matched {matched!r}",
-            )
+        if (wrong := _stopped(parts, rng, text, stops)) is not None:
+            return wrong
+    for _ in range(6):
+        if (wrong := _stopped(parts, rng, *nested(rng))) is not None:
+            return wrong
+    return None
+
+
+def nested(rng: random.Random) -> tuple[str, list[str]]:
+    """(text, stop strings): one ends within a longer one, and occurs once in the text, where the longer one begins.
+    Behind it the longer one goes on, the text goes on otherwise, or it ends."""
+    inner = "".join(rng.choice("bc") for _ in range(rng.randrange(1, 4)))
+    begun = "a" * rng.randrange(1, 3) + inner
+    before, behind = ("".join(rng.choice(" \n") for _ in range(rng.randrange(6))) for _ in range(2))
+    stops = [begun + "d", inner]
+    rng.shuffle(stops)
+    return before + begun + rng.choice(("d" + behind, "e" + behind, "")), stops
+
+
+def _stopped(parts: Parts, rng: random.Random, text: str, stops: list[str]) -> Wrong:
+    """The text in drawn pieces through the product's matcher, against all places where a stop string is complete."""
+    pieces, at = [], 0
+    while at < len(text):
+        step = rng.randrange(1, 5)
+        pieces.append(text[at : at + step])
+        at += step
+    matcher = parts.keep("blink_core.frontend.stop:StopMatcher", stops)
+    shown: list[str] = []
+    matched = None
+    for piece in pieces:
+        shown.append(matcher.call("push", piece))
+        matched = matcher.call("matched")
+        if matched is not None:
+            break
+    shown.append("" if matched else matcher.call("finish"))
+    ends = [(end, -len(stop)) for stop in stops for end in range(len(text) + 1) if text[:end].endswith(stop)]
+    end, length = min(ends, default=(len(text), 0))
+    if "".join(shown) != text[: end + length] or (matched is not None) != bool(ends):
+        return (
+            "text before the stop string",
+            f"{pieces} with {stops}: shown {''.join(shown)!r}, matched {matched!r}",
+        )
     return None
 
 
