@@ -92,7 +92,7 @@ FRONT_END_LINE = Struct(
     64,
     "Written by the front end, monotone, overwritten in place.",
     (
-        Field("epoch", "u64", "grows with each front end that attaches"),
+        Field("epoch", "u64", "of the front end that is attached, or a fence; 0: none (frontend/epoch_word.py)"),
         Field("lease", "u64", "changes at least every Config.lease_us while the front end lives"),
         Field("cq_head", "u64", "events consumed: credits"),
     ),

@@ -144,7 +144,7 @@ static_assert(__builtin_offsetof(StatusLine, torn) == 40);
 
 // Written by the front end, monotone, overwritten in place.
 struct alignas(8) FrontEndLine {
-  uint64_t epoch;  // grows with each front end that attaches
+  uint64_t epoch;  // of the front end that is attached, or a fence; 0: none (frontend/epoch_word.py)
   uint64_t lease;  // changes at least every Config.lease_us while the front end lives
   uint64_t cq_head;  // events consumed: credits
   uint8_t reserved_[40];

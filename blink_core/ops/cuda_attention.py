@@ -9,8 +9,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from blink_core.ops.cuda_gemm import CudaWeight
-from blink_core.ops.cuda_modules import Ahead, Kernels, pointer
+from blink_core.ops.cuda_modules import Kernels, pointer
 
 UNIT = 64  # attention_plan.cu
 TILE_ROWS = 128  # attention_prefill.cu
@@ -22,7 +21,6 @@ KEY_PIECE = 512  # keys whose sums are made at once in batch-invariant mode; cha
 MAX_PIECES = 1024  # of rows with one new token that have blocks of their own
 HEAD_DIMS = (64, 96, 128)  # of the tensor-core kernels; float32's takes any
 LOG2E = 1.4426950408889634
-AHEAD_OUT = 16 << 20  # bytes of the output projection that are fetched: rope and attention of few rows take that long
 
 
 class PlanParams(ctypes.Structure):
@@ -45,8 +43,6 @@ class DecodeParams(ctypes.Structure):
         ("table_stride", ctypes.c_longlong),
         *((n, ctypes.c_int) for n in ("heads", "kv_heads", "max_items")),
         ("scale", ctypes.c_float),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_longlong),
     ]
 
 
@@ -207,14 +203,12 @@ class CudaAttentionPlan:
         *,
         decode: bool,
         prefill: bool,
-        ahead: CudaWeight | None = None,
     ) -> None:
         """Attention of the step's tokens over one layer's pages.
 
         ``q``: [T, ., head_dim], query heads first, rows ``q_stride`` elements apart. ``k``, ``v`` [pages, page_size,
         kv_heads, head_dim]. ``out`` [T, heads * head_dim]. ``decode``, ``prefill``: whether rows of one or of several
-        new tokens can be in the step. ``ahead``: weight of the product that follows, which decode blocks without work
-        fetch into the L2.
+        new tokens can be in the step.
         """
         if self.arrays is None:
             raise ValueError("the attention plan has not been made")
@@ -236,11 +230,10 @@ class CudaAttentionPlan:
         row = (s.head_dim + 8) * 2
         if decode and not self.all_tiles:
             kernel = self.kernels.get("attention_decode.cu", "attention_decode", 4 * 3 * 2 * 16 * row, **defines)
-            fetched = Ahead(None if ahead is None else ahead.nk, q.shape[0], AHEAD_OUT)
             decode_params = DecodeParams(
                 *common, pointer(self.counts), pointer(self.items), pointer(a.block_tables), pointer(self.partial),
                 pointer(self.partial_sums), pointer(self.arrived), stride, s.heads, s.kv_heads, self.items.shape[0],
-                scale * LOG2E, fetched.address, fetched.nbytes,
+                scale * LOG2E,
             )  # fmt: skip
             kernel.launch(kernel.places(THREADS), THREADS, decode_params)
         if prefill or self.all_tiles:

@@ -1,7 +1,7 @@
 """Matrix products on the GPU: own kernels for few rows and for float32, cuBLASLt for the rest (design section 7).
 
-Weights are [out, in], as HuggingFace stores them. cuBLASLt comes through nvmath's bindings with an explicit workspace,
-so that it can be captured.
+Weights are [out, in], as HuggingFace stores them. Which of several ways is the fastest for a shape is measured at start
+(:meth:`Gemm.tune`).
 
 In batch-invariant mode a row has the same bits in a product of any number of rows. float32's kernel has that by itself.
 For 16-bit types gemm_skinny.cu takes up to 16 rows and gemm_fixed.cu, which adds in the same order, all others.
@@ -11,15 +11,20 @@ cuBLASLt, whose order depends on the shape, takes none, and no product norms its
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import cupy as cp
-import numpy as np
 
+from blink_core.ops.cublaslt import Choice, CublasLt
 from blink_core.ops.cuda_modules import Kernels, multiprocessors, pointer
+from blink_core.ops.tuning import Sample, fastest
 
 SKINNY_ROWS = 8  # up to here the own kernel is no slower than cuBLASLt, and starts beside its predecessor
+MOST_SKINNY_ROWS = 32  # up to here it may be the own kernel's, if that was found faster
+SILU_ROWS = 16  # up to here the own kernel has one with SwiGLU
 SKINNY_THREADS = 256
 SKINNY_K = 32
 SKINNY_RING, SKINNY_NORM_RING = 8 * 20 * 1024, 8 * 16 * 1024
@@ -31,12 +36,12 @@ NORM_ROWS = 8  # rows whose norm the product itself can compute
 TILE_SHARED = 4 * (64 + 128) * (32 + 8) * 2
 FIXED_SHARED = 48 << 10  # gemm_fixed.cu, all shapes
 FIXED_ROWS = 16  # in batch-invariant mode the skinny kernel takes up to so many
-WORKSPACE = 64 << 20
-HEURISTICS = 12
-LEAST_PIECE = 256  # rows: with fewer, reading the weight again costs more than can be gained
-CLEARLY = 0.98  # of another choice's time: what counts as faster
-ONE_PIECE = -1
-RESULT_BYTES = 96  # cublasLtMatmulHeuristicResult_t, whose first field is the algorithm
+# Tuning. Products of so many operations are limited by the GPU's power, and are measured under lasting load.
+HEAVY = 2e10
+WARM_US = 150_000.0
+QUICK_WEIGHTS = 2  # of a heavy product's first runs: activations keep these out of the L2
+LIMITS_US = (60_000.0, 1_200_000.0)  # of a shape's measurements, least and most; between them by its operations:
+LIMIT_FLOPS = 4e5  # a microsecond for so many, about 2,000 times what the product takes
 
 
 class MatmulParams(ctypes.Structure):
@@ -76,6 +81,20 @@ class CudaWeight:
     bias: cp.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was chosen for a shape, and microseconds of a product by each choice of the short list."""
+
+    choice: Choice
+    us: dict[Choice, float]
+
+    @property
+    def line(self) -> str:
+        """For tables: the choice, then the others, the fastest first."""
+        others = sorted((c for c in self.us if c != self.choice), key=lambda c: self.us[c])
+        return ", ".join(f"{c.name} {self.us[c]:.1f}" for c in (self.choice, *others)) + " us"
+
+
 @dataclass(slots=True)
 class Gemm:
     """Products of one element type. Not safe for use from several threads."""
@@ -103,7 +122,7 @@ class Gemm:
         """
         rows, k = x.shape
         n = weight.nk.shape[0]
-        if self._skinny(rows, k):
+        if self._skinny(x, weight, out):
             self._own(x, weight, out, residual, silu=False, norm=norm, normed=normed)
         elif norm is not None:
             raise ValueError(f"no product of {rows} rows of {k} norms its input")
@@ -115,12 +134,13 @@ class Gemm:
         else:
             self.library()(x, weight, out, residual)
 
-    def pieces(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> list[slice]:
-        """Rows of x that cuBLASLt takes at once in the product, as it was tuned; all, where own kernels take it."""
-        rows = x.shape[0]
-        own = self.kernels.dtype == "float32" or self.invariant or self._skinny(*x.shape)
-        count = 1 if own else self.library().plan(x, weight, out).pieces
-        return [slice(i * rows // count, (i + 1) * rows // count) for i in range(count)]
+    def by_pieces(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> Iterator[slice]:
+        """The product without a residual, as many rows at once as were found the fastest; the rows of each launch."""
+        if self.kernels.dtype == "float32" or self.invariant or self._skinny(x, weight, out):
+            self(x, weight, out)
+            yield slice(0, x.shape[0])
+        else:
+            yield from self.library().by_pieces(x, weight, out, None)
 
     def library(self) -> CublasLt:
         """cuBLASLt's products, made on first use; for as many multiprocessors as the kernels may use now."""
@@ -132,22 +152,28 @@ class Gemm:
 
     def silu(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, norm: Norm | None = None) -> bool:
         """``out = silu(gate) * up`` in one kernel, where there is one; else nothing, and False."""
-        if not self._skinny(x.shape[0], x.shape[1]):
-            if self.invariant and self.kernels.dtype != "float32":
-                self.fixed(x, weight, out, None, silu=True)
-                return True
+        if not self.fuses_silu(x, weight, out):
             return False
-        self._own(x, weight, out, None, silu=True, norm=norm, normed=None)
+        if x.shape[0] <= SILU_ROWS and self._skinny(x, weight, out):
+            self._own(x, weight, out, None, silu=True, norm=norm, normed=None)
+        else:
+            self.fixed(x, weight, out, None, silu=True)
         return True
 
-    def adds_residual(self, rows: int) -> bool:
-        """Whether a product of ``rows`` rows should add its residual itself: own kernels do so for nothing, and a
-        product that norms its input needs it done; with cuBLASLt the norm that follows does it at less cost."""
-        return self.kernels.dtype == "float32" or self.invariant or rows <= self.skinny_rows
+    def fuses_silu(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> bool:
+        """Whether :meth:`silu` has a kernel for the product."""
+        if self.invariant:
+            return self.kernels.dtype != "float32"
+        return x.shape[0] <= SILU_ROWS and self._skinny(x, weight, out)
+
+    def adds_residual(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> bool:
+        """Whether the product should add its residual itself: own kernels do so for nothing, and a product that norms
+        its input needs it done; with cuBLASLt the norm that follows does it at less cost."""
+        return self.kernels.dtype == "float32" or self.invariant or self._skinny(x, weight, out)
 
     def norms(self, rows: int, k: int) -> bool:
         """Whether products of ``rows`` rows of ``k`` can norm their input themselves."""
-        if self.invariant or not self._skinny(rows, k) or rows > NORM_ROWS:
+        if self.invariant or not self._always_skinny(rows, k) or rows > NORM_ROWS:
             return False
         limit: int = cp.cuda.runtime.deviceGetAttribute(MAX_SHARED_ATTRIBUTE, cp.cuda.Device().id)
         return SKINNY_NORM_RING + rows * (k + SKINNY_PAD) * 2 + SKINNY_STATIC <= limit
@@ -178,9 +204,39 @@ class Gemm:
         if self.kernels.dtype != "float32" and k % SKINNY_K:
             raise ValueError(f"own {self.kernels.dtype} products take a multiple of {SKINNY_K} inputs, got {k}")
 
-    def _skinny(self, rows: int, k: int) -> bool:
-        most = FIXED_ROWS if self.invariant else min(self.skinny_rows, FIXED_ROWS)
-        return self.kernels.dtype != "float32" and rows <= most and k % SKINNY_K == 0
+    def _always_skinny(self, rows: int, k: int) -> bool:
+        most = FIXED_ROWS if self.invariant else min(self.skinny_rows, MOST_SKINNY_ROWS)
+        return rows <= most and self._fits(k)
+
+    def _fits(self, k: int) -> bool:
+        return self.kernels.dtype != "float32" and k % SKINNY_K == 0
+
+    def _skinny(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> bool:
+        """Whether the own kernel takes the product: always with few rows, with some more as it was tuned."""
+        rows, k = x.shape
+        if self._always_skinny(rows, k):
+            return True
+        if self.invariant or rows > MOST_SKINNY_ROWS or not self._fits(k):
+            return False
+        return self.library().plan(x, weight, out).choice.tiles > 0
+
+    def _tiles(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, silu: bool) -> int:
+        """16-row tiles that a block of the own kernel takes at once: as tuned, or the fewest rounds, then the best
+        reuse of x."""
+        rows, k = x.shape
+        if silu:
+            return 2
+        if not self._always_skinny(rows, k):
+            return self.library().plan(x, weight, out).choice.tiles
+        sms = multiprocessors(self.kernels.reserved)
+        n = weight.nk.shape[0]
+
+        def cost(tiles: int) -> float:
+            if rows > 16:  # a tile's weights, and x, which is as much as two
+                return _ceil(_ceil(n, tiles * 16), sms) * (tiles + 2)
+            return _ceil(_ceil(n, tiles * 16), sms) * tiles * (1.05 if tiles == 1 and rows > 2 else 1.0)
+
+        return min(tiles_of(rows), key=cost)
 
     def _own(
         self,
@@ -195,22 +251,83 @@ class Gemm:
     ) -> None:
         rows, k = x.shape
         n = weight.nk.shape[0] // (2 if silu else 1)
-        width = 8 if rows <= 8 else 16
+        width = 8 if rows <= 8 else 16 if rows <= 16 else 32
         if norm is not None and not self.norms(rows, k):
             raise ValueError(f"no product of {rows} rows of {k} norms its input")
-        sms = multiprocessors(self.kernels.reserved)
-        # 16-row tiles a block takes at once: the fewest rounds, then the best reuse of x.
+        tiles = self._tiles(x, weight, out, silu)
         unit = 8 if silu else 16  # outputs of a 16-row tile
-        choices = (2,) if silu else (1, 2)
-        reuse = 1.0 if rows <= 2 else 1.05
-        tiles = min(choices, key=lambda t: _ceil(_ceil(n, t * unit), sms) * t * (reuse if t == 1 else 1.0))
         shared = SKINNY_RING if norm is None else SKINNY_NORM_RING + rows * (k + SKINNY_PAD) * 2
+        if width == 32:  # the warps' sums
+            shared += SKINNY_THREADS // 32 * width * (tiles * 16 + 4) * 4
         name = f"skinny_{'norm_' if norm is not None else ''}{'silu_' if silu else ''}{width}_{tiles}"
         kernel = self.kernels.get("gemm_skinny.cu", name, shared)
         params = SkinnyParams(_params(x, weight, out, residual, n), 0, 0.0, pointer(normed))
         if norm is not None:
             params.norm, params.eps = pointer(norm.weight), norm.eps
-        kernel.launch(min(_ceil(n, tiles * unit), sms), SKINNY_THREADS, params)
+        blocks = min(_ceil(n, tiles * unit), multiprocessors(self.kernels.reserved))
+        kernel.launch(blocks, SKINNY_THREADS, params)
+
+    def tune(
+        self,
+        x: cp.ndarray,
+        weights: Sequence[CudaWeight],
+        out: cp.ndarray,
+        work: Callable[[CudaWeight], object] | None = None,
+        *,
+        silu: bool = False,
+    ) -> Tuning | None:
+        """Measures every way to make the product and takes the fastest for its shape from now on, and for as many
+        multiprocessors as the kernels may use now. None where there is nothing to choose.
+
+        ``weights``: alike, and several, so that they do not stay in the L2. ``x``: values as they are in a step, as
+        what a heavy product costs the GPU in power depends on them. ``work``: what is timed, by default the product;
+        ``silu``: it ends with SwiGLU. Takes some 0.1 s, up to 1.5 s for the heaviest products.
+        """
+        rows, k = x.shape
+        if self.kernels.dtype == "float32" or self.invariant or self._always_skinny(rows, k):
+            return None
+        library = self.library()
+        plan = library.plan(x, weights[0], out)
+        own: list[Choice] = []
+        if rows <= (SILU_ROWS if silu else MOST_SKINNY_ROWS) and self._fits(k):
+            own = [Choice(tiles) for tiles in ((2,) if silu else tiles_of(rows))]
+        flops = 2.0 * rows * weights[0].nk.size
+        heavy = flops >= HEAVY
+        do = (lambda w: self(x, w, out)) if work is None else work
+        stream = cp.cuda.Stream(non_blocking=True)
+        cp.cuda.Device().synchronize()  # what the default stream prepared
+
+        def graph(choice: Choice, count: int) -> Any:
+            plan.choice = choice
+            do(weights[0])  # loads its kernels
+            stream.begin_capture()
+            for w in weights[:count]:
+                do(w)
+            return stream.end_capture()
+
+        before = plan.choice
+        try:
+            with stream:
+                choices, quick = [], []
+                for choice in own + library.choices(x, weights[0], out):
+                    try:
+                        quick.append(graph(choice, QUICK_WEIGHTS if heavy else len(weights)))
+                    except library.refusal:  # the heuristic's list is no promise
+                        continue
+                    choices.append(choice)
+
+                def long(short: Sequence[int]) -> Sample:
+                    graphs = {i: graph(choices[i], len(weights)) for i in short} if heavy else dict(enumerate(quick))
+                    return _sample(stream, graphs)
+
+                tuned = fastest(
+                    len(choices), _sample(stream, dict(enumerate(quick))), long, warm_us=WARM_US if heavy else 0.0,
+                    limit_us=min(max(LIMITS_US[0], flops / LIMIT_FLOPS), LIMITS_US[1]),
+                )  # fmt: skip
+            before = choices[tuned.best]
+        finally:
+            plan.choice = before
+        return Tuning(plan.choice, {choices[i]: us / len(weights) for i, us in tuned.us.items()})
 
     def grouped(
         self,
@@ -253,6 +370,26 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tiles_of(rows: int) -> tuple[int, ...]:
+    """The own kernel's variants for so many rows."""
+    return (1, 2) if rows <= 16 else (1, 2, 3)
+
+
+def _sample(stream: cp.cuda.Stream, graphs: dict[int, Any]) -> Sample:
+    """Runs graphs on the stream, all of them in its queue before the first is waited for."""
+
+    def run(order: Sequence[int]) -> list[float]:
+        events = [cp.cuda.Event() for _ in range(len(order) + 1)]
+        events[0].record(stream)
+        for i, event in zip(order, events[1:], strict=True):
+            graphs[i].launch(stream)
+            event.record(stream)
+        events[-1].synchronize()
+        return [cp.cuda.get_elapsed_time(a, b) * 1e3 for a, b in pairwise(events)]
+
+    return run
+
+
 def _params(x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.ndarray | None, n: int) -> MatmulParams:
     k = weight.nk.shape[-1]
     if x.shape[-1] != k or out.shape[-1] != n or not (x.flags.c_contiguous and out.flags.c_contiguous):
@@ -263,156 +400,3 @@ def _params(x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.nda
         pointer(weight.nk), pointer(x), pointer(out), pointer(weight.bias), pointer(residual),
         x.shape[0], n, k, int(out.dtype == cp.float32), 0, 0, 0, 0,
     )  # fmt: skip
-
-
-class CublasLt:
-    """Products by cuBLASLt, one plan for each shape. Sums are float32."""
-
-    def __init__(self, dtype: str, sm_count_target: int = 0) -> None:
-        from nvmath.bindings import cublasLt
-
-        self._lt = cublasLt
-        self._handle = cublasLt.create()
-        self._type = {"bfloat16": 14, "float16": 2}[dtype]  # cudaDataType
-        self.target = sm_count_target
-        self._workspace = cp.empty(WORKSPACE, cp.uint8)
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._one, self._zero = np.array([1], np.float32), np.array([0], np.float32)
-
-    def __call__(
-        self,
-        x: cp.ndarray,
-        weight: CudaWeight,
-        out: cp.ndarray,
-        residual: cp.ndarray | None,
-        algorithm: int | None = None,
-    ) -> None:
-        """As :class:`Gemm`. ``algorithm``: place in the heuristic's list, by default the tuned one or the first, in as
-        many pieces as were found the fastest; ``ONE_PIECE``: that one, all rows at once."""
-        plan = self.plan(x, weight, out)
-        if algorithm is None and plan.pieces > 1:
-            each = x.shape[0] // plan.pieces
-            for i in range(plan.pieces):
-                rows = slice(i * each, (i + 1) * each)
-                self(x[rows], weight, out[rows], None if residual is None else residual[rows], ONE_PIECE)
-            return
-        beta, c = (self._zero, out) if residual is None else (self._one, residual)
-        if residual is not None and out.dtype == cp.float32:
-            raise ValueError("a residual needs an output of the element type")
-        if weight.bias is not None:
-            self._set(plan.desc, self._lt.MatmulDescAttribute.BIAS_POINTER, pointer(weight.bias), np.uint64)
-        choice = plan.best if algorithm is None or algorithm == ONE_PIECE else algorithm
-        self._lt.matmul(
-            self._handle, plan.desc, self._one.ctypes.data, pointer(weight.nk), plan.a, pointer(x), plan.b,
-            beta.ctypes.data, pointer(c), plan.c, pointer(out), plan.c,
-            plan.results.ctypes.data + choice * RESULT_BYTES, pointer(self._workspace), WORKSPACE,
-            cp.cuda.get_current_stream().ptr,
-        )  # fmt: skip
-
-    def tune(self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, repeats: int = 7) -> list[float]:
-        """Time each algorithm over ``weights`` (several, so that they do not stay in L2) and keep the fastest; with
-        many rows also that of halves and quarters of them, one after the other.
-
-        Returns microseconds of each algorithm for all rows at once.
-        """
-        plan = self._tune_algorithm(x, weights, out, repeats)
-        times = plan.times
-        plan.pieces, fastest = 1, times[plan.best]
-        for pieces in (2, 4):
-            rows = x.shape[0] // pieces
-            if rows < LEAST_PIECE or x.shape[0] % pieces:
-                continue
-            self._tune_algorithm(x[:rows], weights, out[:rows], repeats)
-            before, plan.pieces = plan.pieces, pieces
-            found = self._time(x, weights, out, None, repeats)
-            if found < CLEARLY * fastest:
-                fastest = found
-            else:
-                plan.pieces = before
-        return times
-
-    def _tune_algorithm(self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, repeats: int) -> _Plan:
-        """Find the fastest algorithm for all rows at once."""
-        plan = self.plan(x, weights[0], out)
-        if not plan.times:
-            plan.times = [self._time(x, weights, out, i, repeats) for i in range(plan.count)]
-            best = int(np.argmin(plan.times))
-            # The heuristic's own first choice stays unless another is clearly faster.
-            plan.best = best if plan.times[best] < CLEARLY * plan.times[0] else 0
-        return plan
-
-    def _time(
-        self, x: cp.ndarray, weights: list[CudaWeight], out: cp.ndarray, algorithm: int | None, repeats: int
-    ) -> float:
-        """Microseconds of a product: the least of ``repeats``."""
-        stream = cp.cuda.Stream(non_blocking=True)
-        cp.cuda.Device().synchronize()
-        with stream:
-            self(x, weights[0], out, None, algorithm)
-            stream.begin_capture()
-            for w in weights:
-                self(x, w, out, None, algorithm)
-            graph = stream.end_capture()
-            graph.launch(stream)
-            runs = []
-            for _ in range(repeats):
-                begin, end = cp.cuda.Event(), cp.cuda.Event()
-                begin.record(stream)
-                graph.launch(stream)
-                end.record(stream)
-                end.synchronize()
-                runs.append(cp.cuda.get_elapsed_time(begin, end) * 1e3 / len(weights))
-        return float(min(runs))
-
-    def plan(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> _Plan:
-        """Descriptors and algorithms for a shape, made on first use."""
-        (m, k), n = x.shape, weight.nk.shape[0]
-        key = (m, n, k, out.dtype == cp.float32, weight.bias is not None, self.target)
-        if key not in self._plans:
-            self._plans[key] = self._make(
-                m, n, k, 0 if out.dtype == cp.float32 else self._type, weight.bias is not None
-            )
-        return self._plans[key]
-
-    def _make(self, m: int, n: int, k: int, out_type: int, bias: bool) -> _Plan:
-        lt, attribute = self._lt, self._lt.MatmulDescAttribute
-        desc = lt.matmul_desc_create(68, 0)  # CUBLAS_COMPUTE_32F, float32 scale
-        self._set(desc, attribute.TRANSA, 1, np.int32)
-        if bias:
-            self._set(desc, attribute.EPILOGUE, int(lt.Epilogue.BIAS), np.int32)
-            self._set(desc, attribute.BIAS_DATA_TYPE, self._type, np.int32)
-        if self.target:
-            self._set(desc, attribute.SM_COUNT_TARGET, self.target, np.int32)
-        a = lt.matrix_layout_create(self._type, k, n, k)
-        b = lt.matrix_layout_create(self._type, k, m, k)
-        c = lt.matrix_layout_create(out_type, n, m, n)
-        preference = lt.matmul_preference_create()
-        size = np.array([WORKSPACE], np.uint64)
-        lt.matmul_preference_set_attribute(
-            preference, lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES, size.ctypes.data, size.nbytes
-        )
-        results, count = np.zeros((HEURISTICS, RESULT_BYTES), np.uint8), np.zeros(1, np.int32)
-        lt.matmul_algo_get_heuristic(
-            self._handle, desc, a, b, c, c, preference, HEURISTICS, results.ctypes.data, count.ctypes.data
-        )
-        lt.matmul_preference_destroy(preference)
-        if count[0] == 0:
-            raise ValueError(f"cuBLASLt has no algorithm for {m} x {n} x {k}")
-        return _Plan(desc, a, b, c, results, int(count[0]))
-
-    def _set(self, desc: Any, attribute: Any, value: int, dtype: type[np.generic]) -> None:
-        data = np.array([value], dtype)
-        self._lt.matmul_desc_set_attribute(desc, attribute, data.ctypes.data, data.nbytes)
-
-
-@dataclass(slots=True)
-class _Plan:
-    desc: Any
-    a: Any
-    b: Any
-    c: Any
-    results: np.ndarray[Any, np.dtype[np.uint8]]
-    count: int
-    best: int = 0
-    pieces: int = 1
-    times: list[float] = field(default_factory=list)  # microseconds of each algorithm, once tuned

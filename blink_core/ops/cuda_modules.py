@@ -85,29 +85,6 @@ def _argument(value: Any) -> Any:
     return value
 
 
-AHEAD_BYTES = 8 << 20  # of a weight: what memory delivers while a kernel without much to read runs
-# Tokens of a step up to which weights are fetched ahead. 0: measured on an H200, fetching gained nothing (Llama-3-8B at
-# batch 1 / 8 / 32: 4.11 / 4.39 / 5.14 ms with, 4.09 / 4.31 / 4.94 without; Qwen3-30B-A3B at 1: 2.86 and 2.81).
-AHEAD_ROWS = 0
-
-
-class Ahead:
-    """What kernels may fetch into the L2 for the product after them: ``address`` and ``nbytes``, 0 for nothing.
-
-    ``weight``: that product's, or None. ``rows``: of its step.
-    """
-
-    def __init__(self, weight: cp.ndarray | None, rows: int, most: int = AHEAD_BYTES) -> None:
-        self.address = self.nbytes = 0
-        if weight is not None and 0 < rows <= AHEAD_ROWS:
-            self.address, self.nbytes = pointer(weight), min(int(weight.nbytes), most) // 16 * 16
-
-    @property
-    def arguments(self) -> tuple[ctypes.c_void_p, ctypes.c_longlong]:
-        """As a kernel's last two arguments."""
-        return ctypes.c_void_p(self.address), ctypes.c_longlong(self.nbytes)
-
-
 def pointer(array: cp.ndarray | None) -> int:
     """Device address of ``array``, 0 for None: a field of a parameter structure."""
     return 0 if array is None else int(array.data.ptr)

@@ -1,7 +1,7 @@
 """A mixture of experts on the GPU: route, sort tokens by expert, two grouped products, combine (design section 7).
 
-One token in a 16-bit type has kernels of its own: its products read whole rows of the chosen experts, choose them
-themselves, and the last adds up what the experts made.
+One token in a 16-bit type has kernels of its own: the first makes the router's logits, chooses the experts and reads
+whole rows of their gate and up projections; the second adds up what the down projections make.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import ctypes
 import cupy as cp
 
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
-from blink_core.ops.cuda_modules import Ahead, Kernels, multiprocessors, pointer
+from blink_core.ops.cuda_modules import Kernels, multiprocessors, pointer
 
 # Tokens a step up to which the experts' products are bound by reading the weights: blocks of 8 rows, else of 64.
 SKINNY_TOKENS = 64
-MAX_EXPERTS, MAX_TOP_K = 512, 16  # moe.cu, moe_one.cu
+MAX_EXPERTS, MAX_TOP_K = 512, 16  # moe.cu, moe_choice.cuh
+# Whether the blocks of one token's first product make the router's logits together, which saves a kernel.
+JOIN_ROUTER = True
+ROUTER_SHARE = 14  # moe_choice.cuh: experts of a block at most
+MPS_ATTRIBUTE = 133  # cudaDevAttrMpsEnabled
 ONE_THREADS, ROUTER_WARPS = 256, 4
 ONE_HIDDEN = 4096  # elements of a token that the router's kernel holds
 GATE_UP_RING, DOWN_RING = 8 * 14 * 1024, 8 * 8 * 1024
@@ -34,21 +38,22 @@ class RouterParams(ctypes.Structure):
 
 
 class OneParams(ctypes.Structure):
-    """``OneParams`` of moe_one.cu."""
+    """``OneParams`` of moe_choice.cuh."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("x", "logits", "gate_up", "down", "acted", "residual", "out")),
-        *((n, ctypes.c_void_p) for n in ("index", "weight")),
-        *((n, ctypes.c_int) for n in ("experts", "top_k", "hidden", "inner", "normalize")),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_longlong),
+        *((n, ctypes.c_void_p) for n in ("x", "norm", "normed", "router", "logits", "told", "gate_up", "down")),
+        *((n, ctypes.c_void_p) for n in ("acted", "residual", "out", "index", "weight")),
+        *((n, ctypes.c_int) for n in ("experts", "top_k", "hidden", "inner", "normalize", "slots")),
+        ("eps", ctypes.c_float),
     ]
 
 
 class CudaMoe:
     """Memory of one shape of mixture, fixed at creation and shared by a model's layers.
 
-    ``experts``, ``top_k``, ``inner``: experts of a layer, experts a token, inputs of the down projection.
+    ``experts``, ``top_k``, ``inner``: experts of a layer, experts a token, inputs of the down projection. One token's
+    kernels of two layers never run at once: their blocks wait for each other through memory that is here once.
+    join_router: whether they do, where they can.
     """
 
     def __init__(
@@ -70,6 +75,10 @@ class CudaMoe:
         self.logits = cp.zeros((max_tokens, experts), cp.float32)
         self.index = cp.zeros((max_tokens, top_k), cp.int32)
         self.weight = cp.zeros((max_tokens, top_k), cp.float32)
+        self._slots = max(experts, multiprocessors())
+        self._told = cp.zeros(max(self._slots, MAX_EXPERTS), cp.uint64)  # moe_choice.cuh: never reset
+        self.join_router = JOIN_ROUTER
+        self._mps: bool | None = None
         self._count = cp.zeros(1, cp.int32)
         self._blocks = cp.zeros((pairs // 8 + experts + 1, 4), cp.int32)
         self._pairs = cp.zeros(pairs, cp.int32)
@@ -98,18 +107,16 @@ class CudaMoe:
         residual: cp.ndarray | None = None,
         norm: Norm | None = None,
         normed: cp.ndarray | None = None,
-        ahead: CudaWeight | None = None,
     ) -> None:
         """``out = residual + mixture(x)``: x [T, hidden]; ``residual`` may be ``out``.
 
         ``router`` [experts, hidden]; ``gate_up`` [experts, 2 * inner, hidden]; ``down`` [experts, hidden, inner].
         ``sizes``: see StepArrays; only its tokens bring experts in. ``norm``: of x first, into ``normed`` [T, hidden];
-        only where ``Gemm.norms`` says that the router's product can. ``ahead``: weight of the product that follows, of
-        which some may be fetched into the L2.
+        only where ``Gemm.norms`` says that the router's product can.
         """
         tokens, hidden = x.shape
         if self.takes_one(tokens, hidden):
-            self._one(x, router, gate_up, down, out, normalize, residual, norm, normed, ahead)
+            self._one(x, router, gate_up, down, out, normalize, residual, norm, normed)
             return
         k = self._top_k
         logits = self.logits[:tokens]
@@ -139,8 +146,7 @@ class CudaMoe:
             self._gemm.grouped(x, gate_up, both, blocks, width, gather=self._tokens)
             silu = self._kernels.get("elementwise.cu", "silu_multiply")
             parts = -(-self._inner // 2048)
-            grid = tokens * k * parts
-            silu.launch(grid, 256, both, acted, self._inner, parts, grid, *Ahead(None, 0).arguments)
+            silu.launch(tokens * k * parts, 256, both, acted, self._inner, parts)
         self._gemm.grouped(acted, down, self._parts[: tokens * k], blocks, width, scatter=self._pairs)
         combine = self._kernels.get("moe.cu", "moe_combine")
         combine.launch(tokens, 256, self._parts, self.index, self.weight, residual, out, hidden, k)
@@ -163,7 +169,6 @@ class CudaMoe:
         residual: cp.ndarray | None,
         norm: Norm | None,
         normed: cp.ndarray | None,
-        ahead: CudaWeight | None,
     ) -> None:
         if norm is not None and normed is None:
             raise ValueError("a mixture that norms its input needs the array `normed`")
@@ -177,20 +182,30 @@ class CudaMoe:
         for given, shape in shapes:
             if given.nk.shape != shape or given.bias is not None:
                 raise ValueError(f"a weight of {list(given.nk.shape)} without bias, expected {list(shape)}")
-        params = RouterParams(
-            pointer(x), pointer(weight), pointer(normed), pointer(router.nk), pointer(self.logits), experts, hidden,
-            0.0 if norm is None else norm.eps,
-        )  # fmt: skip
-        held = 8 if hidden <= 2048 else 16
-        self._kernels.get("moe_one.cu", f"moe_router_one_{held}").launch(-(-experts // ROUTER_WARPS), 128, params)
-        fetched = Ahead(None if ahead is None else ahead.nk, 1)
-        one = OneParams(
-            pointer(x if norm is None else normed), pointer(self.logits), pointer(gate_up.nk), pointer(down.nk),
-            pointer(self._acted), pointer(residual), pointer(out), pointer(self.index), pointer(self.weight),
-            experts, self._top_k, hidden, inner, int(normalize), fetched.address, fetched.nbytes,
-        )  # fmt: skip
         blocks = multiprocessors(self._kernels.reserved)
+        joined, eps = self._joins(blocks), 0.0 if norm is None else norm.eps
+        if not joined:
+            params = RouterParams(
+                pointer(x), pointer(weight), pointer(normed), pointer(router.nk), pointer(self.logits), experts, hidden,
+                eps,
+            )  # fmt: skip
+            held = 8 if hidden <= 2048 else 16
+            alone = self._kernels.get("moe_one.cu", f"moe_router_one_{held}")
+            alone.launch(-(-experts // ROUTER_WARPS), 128, params)
+        one = OneParams(
+            pointer(x if joined or norm is None else normed), pointer(weight), pointer(normed),
+            pointer(router.nk if joined else None), pointer(self.logits), pointer(self._told), pointer(gate_up.nk),
+            pointer(down.nk), pointer(self._acted), pointer(residual), pointer(out), pointer(self.index),
+            pointer(self.weight), experts, self._top_k, hidden, inner, int(normalize), self._slots, eps,
+        )  # fmt: skip
         first = self._kernels.get("moe_one.cu", "moe_gate_up_one", GATE_UP_RING + hidden * 2)
         first.launch(blocks, ONE_THREADS, one)
         second = self._kernels.get("moe_one.cu", "moe_down_one", DOWN_RING + self._top_k * inner * 2)
         second.launch(blocks, ONE_THREADS, one)
+
+    def _joins(self, blocks: int) -> bool:
+        """Whether the ``blocks`` of one launch may wait for each other: all must run at once. Under MPS the kernels of
+        other processes may keep some of them out, and wait for others of their own."""
+        if self._mps is None:
+            self._mps = bool(cp.cuda.runtime.deviceGetAttribute(MPS_ATTRIBUTE, cp.cuda.Device().id))
+        return self.join_router and not self._mps and self._slots <= blocks * ROUTER_SHARE

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
-from blink_core.ops.cuda_modules import Ahead, Kernels, multiprocessors
+from blink_core.ops.cuda_modules import Kernels
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_sampling import CudaSampler
 
@@ -32,6 +32,7 @@ __all__ = [
     "CudaWeight",
     "Norm",
     "StepArrays",
+    "random_normal",
     "to_device",
     "to_host",
 ]
@@ -57,6 +58,15 @@ def to_host(array: cp.ndarray, dtype: str) -> npt.NDArray[np.float32]:
         (host.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else host.astype(np.float32)
     )
     return values
+
+
+def random_normal(dtype: str, rows: int, n: int) -> cp.ndarray:
+    """Activations for measurements [rows, n], normally distributed; made some rows at a time to spare memory."""
+    out = cp.empty((rows, n), STORAGE[dtype])
+    for begin in range(0, rows, 256):
+        part = out[begin : begin + 256]
+        part[...] = to_device(cp.random.standard_normal(part.shape, dtype=cp.float32), dtype)
+    return out
 
 
 class CudaOps:
@@ -111,17 +121,9 @@ class CudaOps:
         weight: cp.ndarray,
         eps: float,
         out: cp.ndarray | None = None,
-        *,
-        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
-        """``x += delta`` in place, then the norm of x; delta like x. ``ahead``: weight of the product that follows, of
-        which some is fetched into the L2 meanwhile."""
-        return self._norm(x, delta, weight, eps, out, ahead)
-
-    def _ahead(self, weight: CudaWeight | None, rows: int) -> tuple[Ahead, int]:
-        """What a kernel fetches for the product of ``rows`` rows after it, and how many blocks do that."""
-        ahead = Ahead(None if weight is None else weight.nk, rows if self.dtype != "float32" else 0)
-        return ahead, multiprocessors(self.kernels.reserved) if ahead.nbytes else 0
+        """``x += delta`` in place, then the norm of x; delta like x."""
+        return self._norm(x, delta, weight, eps, out)
 
     def _norm(
         self,
@@ -130,7 +132,6 @@ class CudaOps:
         weight: cp.ndarray,
         eps: float,
         out: cp.ndarray | None,
-        following: CudaWeight | None = None,
     ) -> cp.ndarray:
         n = self._width(x)
         out = cp.empty_like(x) if out is None else out
@@ -142,9 +143,8 @@ class CudaOps:
         threads = min(1024, max(32, -(-n // ((1 if wide else 4) * self._vector) // 32) * 32))
         if n > 4 * threads * self._vector:
             raise ValueError(f"a norm over {n} elements, expected at most {4 * 1024 * self._vector}")
-        ahead, more = self._ahead(following, rows)
         kernel = self.kernels.get("elementwise.cu", "rms_norm")
-        kernel.launch(rows + more, threads, x, delta, weight, out, n, groups, eps, rows, *ahead.arguments)
+        kernel.launch(rows, threads, x, delta, weight, out, n, groups, eps)
         return out
 
     def add(self, x: cp.ndarray, delta: cp.ndarray) -> None:
@@ -176,19 +176,15 @@ class CudaOps:
         self.gemm(x, weight, out, residual=residual, norm=norm, normed=None if norm is None else normed)
         return out
 
-    def silu_mul(
-        self, gate_up: cp.ndarray, out: cp.ndarray | None = None, *, ahead: CudaWeight | None = None
-    ) -> cp.ndarray:
-        """silu(gate) * up: [T, 2 * inner], gate in the first half -> [T, inner]. ``ahead``: of :meth:`add_rms_norm`."""
+    def silu_mul(self, gate_up: cp.ndarray, out: cp.ndarray | None = None) -> cp.ndarray:
+        """silu(gate) * up: [T, 2 * inner], gate in the first half -> [T, inner]."""
         tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         if inner % self._vector:
             raise ValueError(f"{inner} inner elements are not a multiple of {self._vector}")
         out = self.empty(tokens, inner) if out is None else out
         kernel = self.kernels.get("elementwise.cu", "silu_multiply")
         parts = -(-inner // (2 * THREADS * self._vector))
-        fetched, more = self._ahead(ahead, tokens)
-        blocks = tokens * parts
-        kernel.launch(blocks + more, THREADS, gate_up, out, inner, parts, blocks, *fetched.arguments)
+        kernel.launch(tokens * parts, THREADS, gate_up, out, inner, parts)
         return out
 
     def gate_up_silu(
@@ -200,12 +196,10 @@ class CudaOps:
         *,
         norm: Norm | None = None,
         normed: cp.ndarray | None = None,
-        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
         """``silu_mul(linear(x, weight))``: x [T, in], weight [2 * inner, in] -> [T, inner]; one kernel for few rows.
 
-        ``scratch`` [T, 2 * inner]: needed under capture with many rows. ``norm``, ``normed``: see :meth:`linear`;
-        ``ahead``: see :meth:`add_rms_norm`.
+        ``scratch`` [T, 2 * inner]: needed under capture with many rows. ``norm``, ``normed``: see :meth:`linear`.
         """
         out = self.empty(x.shape[0], weight.nk.shape[0] // 2) if out is None else out
         if norm is not None and not self.gemm.norms(*x.shape):
@@ -214,8 +208,8 @@ class CudaOps:
             return out
         scratch = self.empty(x.shape[0], weight.nk.shape[0]) if scratch is None else scratch
         # Piece by piece where the product is faster so: then its output is still in the L2 when it is read.
-        for rows in self.gemm.pieces(x, weight, scratch):
-            self.silu_mul(self.linear(x[rows], weight, scratch[rows]), out[rows], ahead=ahead)
+        for rows in self.gemm.by_pieces(x, weight, scratch):
+            self.silu_mul(scratch[rows], out[rows])
         return out
 
     def route(self, logits: cp.ndarray, top_k: int, *, normalize: bool) -> tuple[cp.ndarray, cp.ndarray]:
@@ -300,15 +294,13 @@ class CudaOps:
         *,
         decode: bool = True,
         prefill: bool = True,
-        ahead: CudaWeight | None = None,
     ) -> cp.ndarray:
         """Causal attention over the pages: q [T, heads (or more), head_dim] -> [T, heads * head_dim].
 
-        ``decode``, ``prefill``: see :meth:`CudaAttentionPlan.attend`. Tokens of padding get no output. ``ahead``: see
-        :meth:`add_rms_norm`; of a decode step.
+        ``decode``, ``prefill``: see :meth:`CudaAttentionPlan.attend`. Tokens of padding get no output.
         """
         out = self.empty(q.shape[0], plan.shape.heads * plan.shape.head_dim) if out is None else out
-        plan.attend(q, q.strides[0] // q.itemsize, k_pages, v_pages, out, decode=decode, prefill=prefill, ahead=ahead)
+        plan.attend(q, q.strides[0] // q.itemsize, k_pages, v_pages, out, decode=decode, prefill=prefill)
         return out
 
     # ------------------------------------------------------------------------------------------------------------------

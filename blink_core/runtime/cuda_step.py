@@ -21,6 +21,7 @@ from blink_core.ops.cuda_gemm import CudaWeight, Norm
 from blink_core.ops.cuda_kv_sanitizer import CudaKvSanitizer
 from blink_core.ops.cuda_modules import Kernel, pointer
 from blink_core.ops.cuda_moe import CudaMoe
+from blink_core.ops.cuda_ops import random_normal
 from blink_core.ops.cuda_sampling import SAMPLE_ROW, CudaSampler
 from blink_core.ops.cuda_sources import source
 from blink_core.ops.kv_tags_abi import KvHostMemory
@@ -39,7 +40,7 @@ from blink_core.runtime.serve_abi import (
 )
 
 CAPTURE_LIMIT_NS = 10_000_000_000
-TUNED_LAYERS = 6  # enough weights that they do not stay in the L2 from one product to the next
+TUNED_BYTES, TUNED_LAYERS = 300 << 20, 4  # weights at least that do not stay in the L2 from one product to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +222,10 @@ class CudaStep:
         pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
         for index, layer in enumerate(self.network.layers):
             if not fused:
-                self._norm(x, pending, layer.attention_norm, h, layer.qkv)
+                self._norm(x, pending, layer.attention_norm, h)
             pending = self._attend(index, layer, bucket, x if fused else h, fused)
             if not fused:
-                self._norm(x, pending, layer.mlp_norm, h, layer.gate_up)
+                self._norm(x, pending, layer.mlp_norm, h)
             pending = self._mlp(index, tokens, x if fused else h, fused)
         if pending is not None:
             ops.add(x, delta)
@@ -253,9 +254,8 @@ class CudaStep:
             self.sanitizer.append(index)
             self.sanitizer.check(index, layer.window)
         ops.paged_attention(
-            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode,
-            ahead=layer.out,
-        )  # fmt: skip
+            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode
+        )
         return self._project(attended, layer.out, tokens)
 
     def _mlp(self, index: int, tokens: int, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
@@ -265,25 +265,25 @@ class CudaStep:
         if layer.experts is not None:
             assert self._moe is not None
             assert m.experts is not None
-            e, layers = layer.experts, self.network.layers
-            following = layers[index + 1].qkv if index + 1 < len(layers) else None
+            e = layer.experts
             self._moe(
                 h, e.router, e.gate_up, e.down, self.sizes, x, normalize=m.experts.normalize, residual=x, norm=norm,
-                normed=self._h[:tokens], ahead=following,
+                normed=self._h[:tokens],
             )  # fmt: skip
             return None
         assert layer.gate_up is not None
         assert layer.down is not None
         acted = self._acted[:tokens]
-        ops.gate_up_silu(h, layer.gate_up, acted, self._both[:tokens], norm=norm, ahead=layer.down)
+        ops.gate_up_silu(h, layer.gate_up, acted, self._both[:tokens], norm=norm)
         return self._project(acted, layer.down, tokens)
 
     def _project(self, x: cp.ndarray, weight: CudaWeight, tokens: int) -> cp.ndarray | None:
         """Adds to the residual stream, or returns what is still to be added to it."""
-        if self._ops.gemm.adds_residual(tokens):
+        delta = self._delta[:tokens]
+        if self._ops.gemm.adds_residual(x, weight, delta):
             self._ops.linear(x, weight, self.x[:tokens], self.x[:tokens])
             return None
-        return self._ops.linear(x, weight, self._delta[:tokens])
+        return self._ops.linear(x, weight, delta)
 
     def _norm(
         self,
@@ -291,13 +291,12 @@ class CudaStep:
         pending: cp.ndarray | None,
         weight: cp.ndarray,
         out: cp.ndarray,
-        following: CudaWeight | None,
     ) -> None:
         eps = self.network.config.rms_norm_eps
         if pending is None:
             self._ops.rms_norm(x, weight, eps, out)
         else:
-            self._ops.add_rms_norm(x, pending, weight, eps, out, ahead=following)
+            self._ops.add_rms_norm(x, pending, weight, eps, out)
 
     # -- its ends ------------------------------------------------------------------------------------------------------
 
@@ -347,29 +346,33 @@ class CudaStep:
         cp.cuda.Device().synchronize()
 
     def tune(self, bucket: Bucket, *, resident: bool = False) -> None:
-        """Times cuBLASLt's algorithms for the products of a bucket and keeps the fastest; own kernels have none."""
-        ops, layers = self._ops, self.network.layers[:TUNED_LAYERS]
+        """Measures the ways to make the products of a bucket and takes the fastest of each (see :meth:`Gemm.tune`)."""
+        ops, rows = self._ops, bucket.tokens
         ops.kernels.reserved = int(resident)
         if ops.dtype == "float32" or ops.batch_invariant:
             return
-        shapes = [(bucket.tokens, [layer.qkv for layer in layers]), (bucket.tokens, [layer.out for layer in layers])]
-        shapes += [
-            (bucket.tokens, [w for w in (getattr(layer, part) for layer in layers) if w is not None])
-            for part in ("gate_up", "down")
-        ]
-        shapes.append((bucket.samples, [self.network.head]))
-        for rows, weights in shapes:
-            if rows <= ops.gemm.skinny_rows or not weights:
-                continue
-            n, k = weights[0].nk.shape
-            key = (rows, n, k, resident)
-            if key in self._tuned:
-                continue
-            self._tuned.add(key)
-            x = (cp.random.randint(0, 1 << 16, (rows, k), dtype=cp.uint16) & 0x80FF) + 0x3C00
-            logits = weights[0] is self.network.head
-            out = self.logits[:rows] if logits else ops.empty(rows, n)
-            ops.gemm.library().tune(x.view(ops.storage), weights, out, 3)
+        for part in ("qkv", "out", "gate_up", "down"):
+            weights = [w for w in (getattr(layer, part) for layer in self.network.layers) if w is not None]
+            self._tune(rows, weights, resident, silu=part == "gate_up")
+        self._tune(bucket.samples, [self.network.head], resident)
+
+    def _tune(self, rows: int, weights: list[CudaWeight], resident: bool, *, silu: bool = False) -> None:
+        ops = self._ops
+        if rows <= ops.gemm.skinny_rows or not weights:
+            return
+        n, k = weights[0].nk.shape
+        key = (rows, n, k, resident)
+        if key in self._tuned:
+            return
+        self._tuned.add(key)
+        x = random_normal(ops.dtype, rows, k)
+        out = self.logits[:rows] if weights[0] is self.network.head else ops.empty(rows, n)
+        acted = self._acted[:rows]
+
+        def gated(weight: CudaWeight) -> None:
+            ops.gate_up_silu(x, weight, acted, out)
+
+        ops.gemm.tune(x, enough(weights), out, gated if silu else None, silu=silu)
 
     @property
     def nbytes(self) -> int:
@@ -378,6 +381,12 @@ class CudaStep:
         total = sum(int(a.nbytes) for a in arrays) + self._sampler.nbytes + sum(p.nbytes for p in self._plans.values())
         total += self.sanitizer.nbytes if self.sanitizer is not None else 0
         return total - int(self._keys.nbytes + self._values.nbytes) if self._keys.base is None else total
+
+
+def enough(weights: list[CudaWeight]) -> list[CudaWeight]:
+    """The first of a model's weights of one shape: so many that reading them in turn is reading from memory."""
+    each = int(weights[0].nk.nbytes)
+    return weights[: max(TUNED_LAYERS, -(-TUNED_BYTES // each))]
 
 
 def launch_end(

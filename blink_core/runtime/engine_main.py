@@ -117,8 +117,12 @@ def stop_orphan(runtime: CpuRuntime) -> None:
     """Stops an engine whose launcher is gone; ends the process if its step does not end in time."""
     runtime.request_stop()
     threading.Event().wait(ORPHAN_GRACE_S)  # a daemon thread: it goes with the process
-    runtime.segment.close()
-    os._exit(EXIT_ORPHANED)
+    try:
+        runtime.segment.close()
+    except Exception:
+        log.exception("the shared memory segment of an engine without a launcher could not be removed")
+    finally:  # whatever became of the segment, or of the log that may go nowhere now
+        os._exit(EXIT_ORPHANED)
 
 
 def run(args: argparse.Namespace) -> None:

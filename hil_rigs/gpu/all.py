@@ -1,10 +1,14 @@
 """All checks of the gpu rig that are not the suite's profiles, each a process with a deadline; one short table last.
 
     python -m hil_rigs.gpu.all [--stages NAME,...] [--skip NAME,...] [--jobs N] [--limit S] [--out DIR] [--list]
+    python -m hil_rigs.gpu.all --skip 'mutants-*' --jobs 6         # and, for themselves:
+    python -m hil_rigs.gpu.all --stages 'sanitize-*' --jobs 4
+    python -m hil_rigs.gpu.all --stages 'mutants-*' --jobs 4
 
 Names may end in `*`. Stages that measure time run alone, after all others; those share the GPU, N at a time. A stage
 that is not over at its own limit, or at that of the whole, is killed with all its processes and says TIMEOUT; the
-stages that share leave those that run alone their time. `--list` tells what each takes, on one H200 with 4 cores.
+stages that share leave those that run alone their time. `--list` tells what each takes beside others on
+one H200.
 Exit 0: all passed; 1: one did not; 2: nothing ran.
 """
 
@@ -34,34 +38,64 @@ FAULTS = "engine-stop or engine-kill or frontend-stop or frontend-kill"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Arguments of Python, and seconds: the most it may take, and what it takes beside two others. alone: it measures
-    time, so nothing runs beside it."""
+    """Arguments of Python, and seconds: the most it may take, and what it takes beside others. alone: it measures time,
+    so nothing runs beside it. what: for whoever chooses."""
 
     arguments: tuple[str, ...]
     limit_s: float
     wanted_s: float
     alone: bool = False
+    what: str = ""
+
+
+# `hil_rigs.gpu.mutants` is for a machine with nothing but the product: here the kernels with a fault are written first.
+MUTANTS = """
+import json, sys, tempfile
+from pathlib import Path
+from hil_rigs.gpu.mutants import main
+from verification.mutants.gpu import write
+share, shares = (int(n) for n in sys.argv[1].split("/"))
+with tempfile.TemporaryDirectory(prefix="blink-mutants-") as folder:
+    write(Path(folder))
+    names = sorted(m["name"] for m in json.loads((Path(folder) / "mutants.json").read_text()))[share - 1 :: shares]
+    sys.exit(main([folder, "--only", ",".join(names)]))
+"""
+SHARES = 4  # of the mutants, which take a compilation each
+SANITIZERS = (("memcheck", 150), ("racecheck", 200), ("initcheck", 150), ("synccheck", 150))
 
 
 def _stages() -> dict[str, Stage]:
     device, here = ("-m", "verification.on_device"), "tests/hil/gpu"
     faults = "verification/suite/test_under_faults.py"
+    shapes = ("llama-3-8b", "phi-4", "qwen3-32b", "qwen3-30b-a3b")
     return {
-        "group": Stage((*PYTEST, f"{here}/test_group.py"), 150, 60),
-        "watchdog": Stage((*PYTEST, f"{here}/test_watchdog.py"), 240, 90),
-        "faults": Stage((*PYTEST, faults, "--rig", "gpu", "-k", FAULTS), 240, 45),
-        "long": Stage((*device, "long"), 300, 80),
+        "group": Stage((*PYTEST, f"{here}/test_group.py"), 150, 60, what="the scheduler's block against the host"),
+        "watchdog": Stage((*PYTEST, f"{here}/test_watchdog.py"), 240, 90, what="what ends an engine is told"),
+        "xid": Stage((*PYTEST, f"{here}/test_xid.py"), 200, 60, what="a real Xid, of another process"),
+        "faults": Stage((*PYTEST, faults, "--rig", "gpu", "-k", FAULTS), 240, 45, what="the suite under faults"),
+        "long": Stage((*device, "long"), 300, 80, what="120 to 10,000 steps in one go, every launch"),
         **{
-            f"shape-{name}": Stage((*device, "shapes", "--shape", name), 300, 120)
-            for name in ("llama-3-8b", "phi-4", "qwen3-32b", "qwen3-30b-a3b")
+            f"shape-{name}": Stage((*device, "shapes", "--shape", name), 300, 120, what="layers against HuggingFace")
+            for name in shapes
+        },
+        "ops_check": Stage(("-m", "hil_rigs.gpu.ops_check", "--skip-timing"), 300, 120, what="kernels against NumPy"),
+        "batch-invariance": Stage((*PYTEST, f"{here}/test_batch_invariance.py"), 400, 150, what="bits in any company"),
+        **{
+            f"sanitize-{tool}": Stage(
+                ("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "235"), 250, wanted,
+                what="compute-sanitizer over every kernel file",
+            )
+            for tool, wanted in SANITIZERS
         },
         **{
-            f"sanitize-{tool}": Stage(("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "280"), 300, wanted)
-            for tool, wanted in (("memcheck", 50), ("racecheck", 100), ("initcheck", 60), ("synccheck", 60))
+            f"mutants-{share}": Stage(
+                ("-c", MUTANTS, f"{share}/{SHARES}"), 500, 280, what="kernels with a seeded fault are noticed"
+            )
+            for share in range(1, SHARES + 1)
         },
-        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, 35, alone=True),
-        "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, 60, alone=True),
-    }
+        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, 35, alone=True, what="engine process stopped in mid-stream"),
+        "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, 60, alone=True, what="beside busy processes"),
+    }  # fmt: skip
 
 
 STAGES = _stages()
@@ -154,9 +188,17 @@ def run_all(names: list[str], *, jobs: int, limit_s: float, out: Path, tail: int
     return ran
 
 
+def listed() -> str:
+    """One line a stage: its name, what it takes, and what it is."""
+    rows = ((name, f"{s.wanted_s:.0f} s", "alone" if s.alone else "", s.what) for name, s in STAGES.items())
+    return "\n".join(f"{name:22s} {takes:>6s} {alone:5s}  {what}" for name, takes, alone, what in rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"stages:\n{listed()}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", default="*")
     parser.add_argument("--skip", default="")
     parser.add_argument("--jobs", type=int, default=3)
@@ -166,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="names of the stages and what each takes, and nothing else")
     options = parser.parse_args(arguments)
     if options.list:
-        print("\n".join(f"{name:22s} {s.wanted_s:4.0f} s{', alone' * s.alone}" for name, s in STAGES.items()))
+        print(listed())
         return 0
     try:
         names = chosen(options.stages, options.skip)

@@ -15,7 +15,6 @@ from blink_core.ops.cuda_ops import (
     AttentionShape,
     CudaAttentionPlan,
     CudaOps,
-    CudaWeight,
     StepArrays,
     to_device,
     to_host,
@@ -101,7 +100,7 @@ def attend(ops: CudaOps, step: PagedStep, window: int | None, fixed_chunk: int |
     )  # fmt: skip
     plan.make(step.arrays)
     out = poisoned(ops, tokens, step.shape.heads * step.shape.head_dim)
-    ops.paged_attention(step.q, step.k, step.v, plan, out, ahead=CudaWeight(step.k))  # idle blocks fetch, no more
+    ops.paged_attention(step.q, step.k, step.v, plan, out)
     if int(plan.counts[2]) or int(cp.count_nonzero(plan.arrived)) or int(cp.count_nonzero(plan.tickets)):
         raise AssertionError("the work list overflowed, or a split was not added up")
     return to_host(out, ops.dtype)[: int(step.row_starts[-1])]

@@ -4,7 +4,8 @@
 
 The engine process is stopped with SIGSTOP while requests run. Device-driven, every stream goes on, and requests that
 are submitted meanwhile are admitted and end; host-driven, the control, everything stands still. Meanwhile no thread of
-the engine spends user or system time or switches context (/proc), and NVML shows no other process on the GPU.
+the engine spends user or system time or switches context (/proc), and NVML shows no other process on the engine's own
+GPU; what runs on other GPUs of the machine is none of its business.
 Exit 0: so it was.
 """
 
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import numpy as np
 from blink_core.abi.enums import EventKind
 from blink_core.abi.params import SamplingParams
 from hil_rigs.description import load_rig
-from hil_rigs.gpu.processes import PROC, Activity, activity, gpu_processes
+from hil_rigs.gpu.processes import PROC, Activity, Gpu, activity, environment_of, first_gpu, gpu_processes
 from hil_rigs.local import LocalOptions, LocalRig
 
 STREAMS = 8
@@ -61,28 +63,51 @@ def await_stopped(pid: int) -> Activity:
     return seen
 
 
-def others_on_gpu(engine: int, before: list[int] | None, proc: Path = PROC) -> dict[str, Any]:
-    """Processes with a context on the GPU: whether the engine's is seen, and all others.
+def others_on_gpu(engine: int, gpu: Gpu, before: list[int] | None, proc: Path = PROC) -> dict[str, Any]:
+    """Processes with a context on the engine's GPU: whether the engine's is seen, and all others.
 
     before: those that had one when the engine was not started yet, None where NVML did not say. Within a container NVML
     may give the pids of another namespace: the one process that appeared with the engine, of a pid that nobody has
-    here, is the engine then.
+    here, is the engine then. Raises RuntimeError where NVML does not say.
     """
-    try:
-        found = gpu_processes()
-    except RuntimeError as error:
-        return {"unknown": str(error)}
+    found = gpu_processes(gpu)
     appeared = [] if before is None else [pid for pid in found if pid not in before]
     foreign = len(appeared) == 1 and engine not in found and not (proc / str(appeared[0])).exists()
     own = appeared[0] if foreign else engine
-    return {"engine": own in found, "others": [pid for pid in found if pid != own]}
+    return {"bus": gpu.bus, "engine": own in found, "others": [pid for pid in found if pid != own]}
 
 
-def _seen_before() -> list[int] | None:
-    try:
-        return gpu_processes()
-    except RuntimeError:
-        return None  # and so will it be for the engine, which is what the verdict looks at
+class Contexts:
+    """Who has a context on the engine's GPU, before it is started and later. Which GPU that is is asked for before the
+    engine is frozen: CUDA takes seconds to say so."""
+
+    def __init__(self) -> None:
+        self._gpu: Gpu | None = None
+        self._before: list[int] | None = None
+        self._unknown: str | None = None
+        # Where it cannot be told, it cannot be told of the engine either, which is what the verdict looks at.
+        with suppress(RuntimeError):
+            self._gpu = first_gpu(os.environ)
+            self._before = gpu_processes(self._gpu)
+
+    def started(self, engine: int) -> None:
+        """The engine runs, on the GPU that its environment gives it."""
+        try:
+            gpu = first_gpu(environment_of(engine))
+        except RuntimeError as error:
+            self._unknown = str(error)
+            return
+        if gpu != self._gpu:
+            self._gpu, self._before = gpu, None
+
+    def beside(self, engine: int) -> dict[str, Any]:
+        """As :func:`others_on_gpu`, or why it is unknown."""
+        if self._unknown is not None or self._gpu is None:
+            return {"unknown": self._unknown or "which GPU is the engine's was not asked"}
+        try:
+            return others_on_gpu(engine, self._gpu, self._before)
+        except RuntimeError as error:
+            return {"unknown": str(error)}
 
 
 def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
@@ -91,8 +116,9 @@ def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
     command = (*description.engine_command, "--launch", launch)
     sizes = {"lease_us": 60_000_000} | ({} if model is not None else ENDLESS)
     options = LocalOptions(engine=sizes, engine_command=command)
-    contexts = _seen_before()
+    contexts = Contexts()
     with LocalRig(description, model, http=False, options=options) as rig:
+        contexts.started(rig.pid("engine"))
         client = rig.ring(1)
         longest = rig.descriptor.config.max_len
         params = SamplingParams(max_tokens=longest - 64, ignore_eos=True)
@@ -112,7 +138,7 @@ def observe(model: Path | None, launch: str, seconds: float) -> dict[str, Any]:
                 client.submit(np.arange(7 + i, 40 + i, dtype=np.int32), SamplingParams(max_tokens=40, ignore_eos=True))
             admitted = collect(client, seconds)
             moved = activity(pid).moved_since(still)
-            gpu = others_on_gpu(pid, contexts)
+            gpu = contexts.beside(pid)
         finally:
             rig.send("engine", signal.SIGCONT)
         again = collect(client, seconds)

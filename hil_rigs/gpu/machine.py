@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from blink_core.runtime.gpu_events import EventError, NvmlEvents
+
 WRITES_ORDERING = {0: "none", 100: "owner", 200: "all devices"}  # cudaGPUDirectRDMAWritesOrdering
 
 
@@ -32,7 +34,18 @@ def gpu_facts(device: int = 0) -> dict[str, str | int]:
         "cuda_runtime": int(cupy.cuda.runtime.runtimeGetVersion()),
         "cupy": cupy.__version__,
     }
-    return facts | _attributes(device) | _management(device)
+    bus = str(cupy.cuda.runtime.deviceGetPCIBusId(device))
+    return facts | {"pci_bus_id": bus} | _attributes(device) | _management(bus) | {"xid_events": xid_events(bus)}
+
+
+def xid_events(bus: str) -> str:
+    """Whether NVML would tell an engine of this GPU's Xid errors: "delivered", or why not."""
+    try:
+        events = NvmlEvents(bus)
+    except EventError as error:
+        return f"not watched ({error})"
+    events.close()
+    return "delivered"
 
 
 def _attributes(device: int) -> dict[str, str | int]:
@@ -54,8 +67,8 @@ def _attributes(device: int) -> dict[str, str | int]:
     return found
 
 
-def _management(device: int) -> dict[str, str | int]:
-    """What NVML says; nothing where it is not there."""
+def _management(bus: str) -> dict[str, str | int]:
+    """What NVML says of the GPU at a PCI address; nothing where it is not there. Its numbers are not CUDA's."""
     try:
         import pynvml
 
@@ -64,7 +77,7 @@ def _management(device: int) -> dict[str, str | int]:
         return {"nvml": f"unavailable ({type(error).__name__})"}
     found: dict[str, str | int] = {}
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(device)
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
         for name, read in (
             ("driver", pynvml.nvmlSystemGetDriverVersion),
             ("sm_clock_mhz", lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
@@ -80,6 +93,8 @@ def _management(device: int) -> dict[str, str | int]:
                 found[name] = value.decode() if isinstance(value, bytes) else value
             except pynvml.NVMLError as error:
                 found[name] = f"unknown ({error})"
+    except pynvml.NVMLError as error:
+        found["nvml"] = f"knows no GPU {bus} ({error})"
     finally:
         pynvml.nvmlShutdown()
     return found

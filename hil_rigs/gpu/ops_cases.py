@@ -14,12 +14,14 @@ import cupy as cp
 import numpy as np
 import numpy.typing as npt
 
-from blink_core.ops.cuda_gemm import SKINNY_ROWS
+from blink_core.ops.cublaslt import Choice
+from blink_core.ops.cuda_gemm import SKINNY_ROWS, tiles_of
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_ops import AttentionShape, CudaOps, CudaWeight, Norm, to_device, to_host
 from blink_core.ops.numpy_ops import NumpyOps
 from hil_rigs.gpu.attention_cases import PagedStep, append, attention, beside_torch, far, paged_step
 from hil_rigs.gpu.comparison import LIMITS, PAGE, Outcome, drawn, error_of, poisoned
+from hil_rigs.gpu.moe_cases import one_token
 
 __all__ = [
     "CASES",
@@ -51,8 +53,7 @@ def rows(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
         out = ops.rms_norm(x, weight, 1e-5, poisoned(ops, tokens, hidden))
         expected = numpy.rms_norm(x_host, weight_host, 1e-5)
         yield Outcome("rms_norm", case, ops.dtype, error_of(to_host(out, ops.dtype), expected), limit)
-        ahead = CudaWeight(table) if tokens % 2 else None  # some blocks only fetch what the next product reads
-        out = ops.add_rms_norm(x, delta, weight, 1e-5, poisoned(ops, tokens, hidden), ahead=ahead)
+        out = ops.add_rms_norm(x, delta, weight, 1e-5, poisoned(ops, tokens, hidden))
         total = to_host(to_device(x_host + delta_host, ops.dtype), ops.dtype)
         yield Outcome("add (residual)", case, ops.dtype, error_of(to_host(x, ops.dtype), total), 0.0)
         expected = numpy.rms_norm(total, weight_host, 1e-5)
@@ -62,7 +63,7 @@ def rows(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
             rounded = to_host(to_device(expected, ops.dtype), ops.dtype)
             yield Outcome("add_rms_norm: other bits", case, ops.dtype, float(np.mean(got != rounded)), 0.02)
         both, both_host = drawn(rng, ops.dtype, tokens, 2 * hidden, scale=4.0)
-        out = ops.silu_mul(both, poisoned(ops, tokens, hidden), ahead=ahead)
+        out = ops.silu_mul(both, poisoned(ops, tokens, hidden))
         yield Outcome("silu_mul", case, ops.dtype, error_of(to_host(out, ops.dtype), numpy.silu_mul(both_host)), limit)
     x, x_host = drawn(rng, ops.dtype, 7, 5, 128)
     weight, weight_host = drawn(rng, ops.dtype, 5, 128)
@@ -105,9 +106,9 @@ def products(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
                 if tokens % 2 == 0 and not ops.batch_invariant:
                     halves, library = poisoned(ops, tokens, n), ops.gemm.library()
                     plan = library.plan(x, CudaWeight(w), halves)
-                    plan.pieces = 2
+                    plan.choice = Choice(pieces=2)
                     library(x, CudaWeight(w), halves, None)
-                    plan.pieces = 1
+                    plan.choice = Choice()
                     yield outcome("linear (two pieces)", halves, expected)
             if tokens <= 16 and ops.dtype != "float32":
                 ops.gemm.skinny_rows = 16
@@ -134,6 +135,66 @@ def products(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
                 )
 
 
+def own_products(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
+    """Every variant of the own kernel for 9 to 32 rows, chosen as tuning does: outputs that end inside a tile, blocks
+    that take several tiles, warps without inputs; bias, residual, float32 out, SwiGLU; and the bits of 8 rows."""
+    if ops.dtype == "float32" or ops.batch_invariant:
+        return
+    numpy, limit = NumpyOps(), LIMITS[ops.dtype]
+    for tokens in (9, 16, 17, 23, 24, 25, 31, 32):
+        for n, k in ((1000, 96), (8216, 576), (1536, 4096)):
+            x, x_host = drawn(rng, ops.dtype, tokens, k)
+            w, w_host = drawn(rng, ops.dtype, n, k, scale=k**-0.5)
+            bias, bias_host = drawn(rng, ops.dtype, n)
+            residual, residual_host = drawn(rng, ops.dtype, tokens, n)
+            expected = x_host.astype(np.float64) @ w_host.T.astype(np.float64)
+            few = poisoned(ops, 8, n)
+            ops.gemm(x[:8], CudaWeight(w), few)
+            for tiles in tiles_of(tokens):
+                case = f"{tokens}x{n}x{k} by {tiles} tiles"
+
+                def by_own(weight: CudaWeight, out: cp.ndarray, tiles: int = tiles, x: cp.ndarray = x) -> cp.ndarray:
+                    ops.gemm.library().plan(x, weight, out).choice = Choice(tiles)
+                    return out
+
+                plain = by_own(CudaWeight(w), poisoned(ops, tokens, n))
+                ops.linear(x, CudaWeight(w), plain)
+                error = error_of(to_host(plain, ops.dtype), expected)
+                yield Outcome("linear (own)", case, ops.dtype, error, limit)
+                same = np.array_equal(cp.asnumpy(plain[:8]), cp.asnumpy(few))
+                yield Outcome("own: bits of 8 rows", case, ops.dtype, 0.0 if same else 1.0, 0.0)
+                full = by_own(CudaWeight(w), cp.full((tokens, n), cp.nan, cp.float32))
+                ops.linear(x, CudaWeight(w), full)
+                yield Outcome("own: to float32", case, ops.dtype, error_of(cp.asnumpy(full), expected), limit)
+                out = by_own(CudaWeight(w, bias), residual.copy())
+                adds = ops.gemm.adds_residual(x, CudaWeight(w, bias), out)
+                yield Outcome("own: adds its residual", case, ops.dtype, float(not adds), 0.0)
+                ops.linear(x, CudaWeight(w, bias), out, out)
+                error = error_of(to_host(out, ops.dtype), expected + bias_host + residual_host)
+                yield Outcome("own: bias residual", case, ops.dtype, error, limit)
+                if n % 16 == 0:
+                    half = by_own(CudaWeight(w, bias), poisoned(ops, tokens, n // 2))
+                    ops.gate_up_silu(x, CudaWeight(w, bias), half)
+                    gated = numpy.silu_mul((expected + bias_host).astype(np.float32))
+                    error = error_of(to_host(half, ops.dtype), gated)
+                    yield Outcome("own: gate_up_silu", case, ops.dtype, error, limit * 2)
+    yield from _tuned(ops, rng)
+
+
+def _tuned(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
+    """What tuning leaves behind makes the same product, whatever it chose."""
+    for tokens in (16, 32, 512):
+        n, k = 1536, 1024
+        x, x_host = drawn(rng, ops.dtype, tokens, k)
+        w, w_host = drawn(rng, ops.dtype, n, k, scale=k**-0.5)
+        out, weight = poisoned(ops, tokens, n), CudaWeight(w)
+        tuning = ops.gemm.tune(x, [weight] * 4, out)
+        assert tuning is not None
+        out = ops.linear(x, weight, poisoned(ops, tokens, n))
+        error = error_of(to_host(out, ops.dtype), x_host.astype(np.float64) @ w_host.T)
+        yield Outcome("linear (tuned)", f"{tokens}x{n}x{k} {tuning.choice.name}", ops.dtype, error, LIMITS[ops.dtype])
+
+
 def invariance(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
     """A row of the own products has the same bits alone and in any batch."""
     k, n = 1536, 512
@@ -143,17 +204,17 @@ def invariance(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
         if name == "skinny" and ops.dtype == "float32":
             continue
         alone = []
-        for tokens in (1, 5, 8, 16):
+        for tokens in (1, 5, 8, 16, 17, 32):
             out = poisoned(ops, tokens, n)
             if name == "skinny":
-                ops.gemm.skinny_rows = 16
+                ops.gemm.skinny_rows = 32
                 ops.linear(x[:tokens], CudaWeight(w), out)
                 ops.gemm.skinny_rows = SKINNY_ROWS
             else:
                 ops.gemm.tile(x[:tokens], CudaWeight(w), out)
             alone.append(cp.asnumpy(out[0]))
         same = all(np.array_equal(a, alone[0]) for a in alone)
-        yield Outcome(f"same bits in any batch ({name})", "1..16 rows", ops.dtype, 0.0 if same else 1.0, 0.0)
+        yield Outcome(f"same bits in any batch ({name})", "1..32 rows", ops.dtype, 0.0 if same else 1.0, 0.0)
 
 
 def rope(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
@@ -272,6 +333,7 @@ def moe(ops: CudaOps, rng: np.random.Generator, cases: tuple[tuple[int, ...], ..
 CASES: dict[str, Callable[[CudaOps, np.random.Generator], Iterator[Outcome]]] = {
     "rows": rows,
     "products": products,
+    "own": own_products,
     "invariance": invariance,
     "rope": rope,
     "attention": attention,
@@ -279,4 +341,5 @@ CASES: dict[str, Callable[[CudaOps, np.random.Generator], Iterator[Outcome]]] = 
     "far": far,
     "torch": beside_torch,
     "moe": moe,
+    "one": one_token,
 }

@@ -2,9 +2,9 @@
 
     python -m hil_rigs.gpu.ops_check [--only PART,...] [--dtypes T,...] [--skip-timing] [--out DIR] [--seed N]
 
-Parts: rows, products, invariance, rope, attention, append, far, torch, moe, sampler (checks); bandwidth, decode,
-prefill, gemm, llama, qwen (timings). Raw samples and every comparison go to DIR as JSON. Exit status: 0 all comparisons
-pass, 1 one failed, 2 nothing ran.
+Parts: rows, products, own, invariance, rope, attention, append, far, torch, moe, one, sampler (checks); bandwidth,
+decode, prefill, gemm, llama, qwen (timings). Raw samples and every comparison go to DIR as JSON. Exit status: 0 all
+comparisons pass, 1 one failed, 2 nothing ran.
 """
 
 from __future__ import annotations

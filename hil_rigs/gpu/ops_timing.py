@@ -6,6 +6,7 @@ Every figure keeps its samples. Data is far larger than the L2, or rotated so th
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,8 +14,10 @@ from functools import partial
 import cupy as cp
 import numpy as np
 
-from blink_core.ops.cuda_gemm import SKINNY_ROWS, CublasLt
-from blink_core.ops.cuda_ops import AttentionShape, CudaAttentionPlan, CudaOps, CudaWeight, StepArrays
+from blink_core.ops.cublaslt import Choice
+from blink_core.ops.cuda_gemm import MOST_SKINNY_ROWS, SILU_ROWS, SKINNY_ROWS
+from blink_core.ops.cuda_ops import AttentionShape, CudaAttentionPlan, CudaOps, CudaWeight, StepArrays, random_normal
+from blink_core.runtime.cuda_step import enough
 from hil_rigs.gpu.stack import LLAMA_3_8B, PAGE, QWEN3_30B_A3B, Stack, Step, random_weight
 
 READ = r"""
@@ -157,21 +160,20 @@ def prefill_attention(ops: CudaOps, new: int = 2048, before: int = 0) -> Iterato
 
 def products(ops: CudaOps, batches: tuple[int, ...] = (1, 8, 16, 32, 128)) -> Iterator[Timing]:
     """The projections of Llama-3-8B by each path, weights rotated over 600 MB and more."""
-    lt = CublasLt(ops.dtype)
     for name, n, k in (
         ("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336), ("head", 128256, 4096),
     ):  # fmt: skip
         weights = [CudaWeight(random_weight(ops, n, k)) for _ in range(max(2, int(6e8 / (n * k * 2))))]
         for rows in batches:
-            yield from product(ops, lt, name, weights, rows)
+            yield from product(ops, name, weights, rows)
         del weights
         free()
 
 
-def product(ops: CudaOps, lt: CublasLt, name: str, weights: list[CudaWeight], rows: int) -> Iterator[Timing]:
-    """One projection of ``rows`` rows: cuBLASLt's first and fastest algorithm, and the own kernels up to 16 rows."""
+def product(ops: CudaOps, name: str, weights: list[CudaWeight], rows: int) -> Iterator[Timing]:
+    """One projection of ``rows`` rows: cuBLASLt's first algorithm, what tuning chose, and the own kernels."""
     n, k = weights[0].nk.shape
-    x = random_weight(ops, rows, k)
+    x = random_normal(ops.dtype, rows, k)
     out = cp.empty((rows, n), cp.float32) if name == "head" else ops.empty(rows, n)
     label = f"{name} {n}x{k} rows {rows}"
 
@@ -183,28 +185,41 @@ def product(ops: CudaOps, lt: CublasLt, name: str, weights: list[CudaWeight], ro
         samples = [t / len(weights) for t in timed(work, samples=9)]
         return Timing(f"{label} {path}", samples, n * k * 2, note=note)
 
-    best = int(np.argmin(lt.tune(x, weights, out)))
-    yield rotated("cuBLASLt first", lambda w: lt(x, w, out, None, 0))
-    yield rotated("cuBLASLt tuned", lambda w: lt(x, w, out, None, best), f"algorithm {best}")
-    if rows > 16:
+    lt = ops.gemm.library()
+    yield rotated("cuBLASLt first", lambda w: lt.launch(x, w, out, None, Choice()))
+    if tuning := ops.gemm.tune(x, weights, out):
+        yield rotated("tuned", lambda w: ops.gemm(x, w, out), tuning.line)
+    if rows > MOST_SKINNY_ROWS:
         return
-    ops.gemm.skinny_rows = 16
+    ops.gemm.skinny_rows = MOST_SKINNY_ROWS
     yield rotated("own", lambda w: ops.gemm(x, w, out))
-    if name == "gate_up":
+    if name == "gate_up" and rows <= SILU_ROWS:
         half = ops.empty(rows, n // 2)
         yield rotated("own with silu", lambda w: ops.gemm.silu(x, w, half))
     ops.gemm.skinny_rows = SKINNY_ROWS
 
 
-def tune(ops: CudaOps, stack: Stack, rows: int) -> None:
-    """Choose cuBLASLt's algorithms for a step of ``rows`` tokens."""
-    if rows <= ops.gemm.skinny_rows:
-        return
+def tune(ops: CudaOps, stack: Stack, rows: int) -> list[str]:
+    """Choose how the products of a step of ``rows`` tokens are made, as the engine does. A line for each."""
+    lines = []
+    acted = ops.empty(rows, max(8, stack.shape.inner))
     for part in ("qkv", "out", "gate_up", "down"):
-        weights = [getattr(layer, part) for layer in stack.layers[:8]]
-        n, k = weights[0].nk.shape[-2:]
-        if weights[0].nk.ndim == 2:
-            ops.gemm.library().tune(random_weight(ops, rows, k), weights, ops.empty(rows, n))
+        weights = [getattr(layer, part) for layer in stack.layers]
+        if weights[0].nk.ndim != 2:
+            continue
+        n, k = weights[0].nk.shape
+        x, out = random_normal(ops.dtype, rows, k), ops.empty(rows, n)
+
+        def gated(weight: CudaWeight, x: cp.ndarray = x, out: cp.ndarray = out) -> None:
+            ops.gate_up_silu(x, weight, acted, out)
+
+        silu = part == "gate_up"
+        begin = time.monotonic()
+        tuning = ops.gemm.tune(x, enough(weights), out, gated if silu else None, silu=silu)
+        if tuning is not None:
+            seconds = time.monotonic() - begin
+            lines.append(f"{part} {rows}x{n}x{k}{' with SwiGLU' * silu}: {tuning.line}; tuned in {seconds:.2f} s")
+    return lines
 
 
 def llama_steps(ops: CudaOps) -> Iterator[Timing]:
@@ -213,7 +228,8 @@ def llama_steps(ops: CudaOps) -> Iterator[Timing]:
     targets = {1: 4400, 8: 4500, 32: 4900, 128: 6500}
     everything = frozenset(("attention", "small", "products", "sampler"))
     for rows, target in targets.items():
-        tune(ops, stack, rows)
+        for line in tune(ops, stack, rows):
+            print(line, flush=True)
         step = Step(stack, [(1, 192)] * rows)
         samples = timed(step.run, samples=21)
         note = f"{stack.weight_bytes / float(np.median(samples)) / 1e6:.2f} TB/s of weights"
@@ -226,7 +242,8 @@ def llama_steps(ops: CudaOps) -> Iterator[Timing]:
         if len({int(t) for t in step.results_host()["status"]}) != 1:
             yield Timing("  STATUS DIFFERS", [float("nan")])
     for rows, new in ((1, 128), (1, 2048)):
-        tune(ops, stack, rows * new)
+        for line in tune(ops, stack, rows * new):
+            print(line, flush=True)
         step = Step(stack, [(new, new)] * rows)
         target = 48000 if new == 2048 else 8000
         samples = timed(step.run, samples=9)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from blink_core.ops.cublaslt import Choice
     from hil_rigs.gpu.stack import Step
 
 SHAPES = ("llama-3-8b", "qwen3-30b-a3b")
@@ -93,14 +94,19 @@ def weight_bytes(arguments: Iterable[Any], itemsize: int = 2) -> int:
     return 0
 
 
+def library_name(shape: Iterable[int], choice: Choice) -> str:
+    """A product of cuBLASLt in the table: rows x out x in, the algorithm's place in the heuristic's list, its piece."""
+    return f"cuBLASLt {'x'.join(str(n) for n in shape)} {choice.name}"
+
+
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Every launch of own kernels and of cuBLASLt inside, in order."""
-    from blink_core.ops.cuda_gemm import ONE_PIECE, CublasLt
+    from blink_core.ops.cublaslt import CublasLt
     from blink_core.ops.cuda_modules import Kernel
 
     found: list[Launch] = []
-    launch, product = Kernel.launch, CublasLt.__call__
+    launch, product = Kernel.launch, CublasLt.launch
 
     def own(self: Any, grid: int, threads: int, *args: Any, dependent: bool = True) -> None:
         factor = 2 if "silu" in self.name or self.name == "moe_gate_up_one" else 1
@@ -109,20 +115,16 @@ def recorded() -> Iterator[list[Launch]]:
         found.append(Launch(name, again, factor * weight_bytes(args)))
         launch(self, grid, threads, *args, dependent=dependent)
 
-    def library(self: Any, x: Any, weight: Any, out: Any, residual: Any, algorithm: int | None = None) -> None:
-        whole = algorithm is not None or self.plan(x, weight, out).pieces == 1
-        if whole:  # pieces come here again, one by one
-            place = ONE_PIECE if algorithm is None else algorithm
-            again = lambda: product(self, x, weight, out, residual, place)  # noqa: E731
-            shape = "x".join(str(n) for n in (x.shape[0], *weight.nk.shape))
-            found.append(Launch(f"cuBLASLt {shape}", again, int(weight.nk.nbytes)))
-        product(self, x, weight, out, residual, algorithm)
+    def library(self: Any, x: Any, weight: Any, out: Any, residual: Any, choice: Choice) -> None:
+        again = lambda: product(self, x, weight, out, residual, choice)  # noqa: E731
+        found.append(Launch(library_name((x.shape[0], *weight.nk.shape), choice), again, int(weight.nk.nbytes)))
+        product(self, x, weight, out, residual, choice)
 
-    Kernel.launch, CublasLt.__call__ = own, library  # type: ignore[method-assign]
+    Kernel.launch, CublasLt.launch = own, library  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Kernel.launch, CublasLt.__call__ = launch, product  # type: ignore[method-assign]
+        Kernel.launch, CublasLt.launch = launch, product  # type: ignore[method-assign]
 
 
 def by_events(step: Step) -> tuple[list[Row], list[float]]:
@@ -220,7 +222,8 @@ def make_step(options: argparse.Namespace) -> Step:
     ops = CudaOps("bfloat16")
     stack = Stack(ops, shape, 2 + sum(-(-c // PAGE) for _, c in lengths))
     if shape.experts is None:
-        ops_timing.tune(ops, stack, sum(n for n, _ in lengths))
+        for line in ops_timing.tune(ops, stack, sum(n for n, _ in lengths)):
+            print(line, flush=True)
     return Step(stack, lengths)
 
 

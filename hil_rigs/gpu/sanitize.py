@@ -1,16 +1,17 @@
-"""compute-sanitizer over a short serve of small random models, driven by the host.
+"""compute-sanitizer over short serves of small random models, driven by the host.
 
-    python -m hil_rigs.gpu.sanitize [--tools memcheck,racecheck,...] [--models DIR] [--timeout S] [--out DIR]
+    python -m hil_rigs.gpu.sanitize [--tools memcheck,...] [--parts dense,...] [--jobs N] [--timeout S] [--out DIR]
 
 The sanitizers serialise kernels, so that a resident scheduler beside its steps would wait for ever: these runs are
 host-driven, with the same model kernels and graphs. The scheduler itself is checked on the host, by ThreadSanitizer.
-Each tool is a process with a time limit; racecheck, which follows every access to shared memory, serves fewer and
-shorter requests in smaller layers.
+Each part (`sanitize_serve.PARTS`: bfloat16 dense, mixture, batch-invariant; float32 with capture and KV sanitizer) is a
+process of its own under each tool, `--jobs` at a time, all over within `--timeout`. Before that each part runs once
+without a tool, which compiles its kernels. Lines tell how far each is, so that a run that is cut off tells it too.
 
 memcheck also reports CUDA calls that return an error. Those of `PROBES` ask whether there is something and expect to
 be told that there is not: they are counted apart, by the call and its error, and no other finding is.
-Exit 0: every tool ran, requests were served under it, and it found nothing; 1: one found something or the serve failed;
-2: compute-sanitizer is not there.
+Exit 0: every part ran under every tool to its end and nothing was found, and every kernel file was run; 1: not so; 2:
+compute-sanitizer is not there, or takes no device of this machine.
 """
 
 from __future__ import annotations
@@ -21,47 +22,40 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SERVED = "SERVED"
+import psutil
+
+from blink_core.ops.cuda_sources import KERNELS
+from hil_rigs.gpu.sanitize_serve import AT, LIBRARY, MODELS, PARTS, RAN, SERVED, TOOLS
+from hil_rigs.gpu.sanitize_warm import warm_cache
+
 PLACES = ("/usr/local/cuda/bin",)
 MOST_PRINTED = 2000  # findings; those that are not printed cannot be told apart and count as they are
+KILL_S = 30.0  # for a process that was killed to be gone
 # cuda-bindings looks up every function of its headers at its first call, those too that the driver has not (its
 # cydriver.pyx); it keeps what it finds, and a call of one that is not there raises.
-PROBES = frozenset({("CUDA_ERROR_NOT_FOUND", "cuGetProcAddress"), ("CUDA_ERROR_NOT_FOUND", "cuGetProcAddress_v2")})
+_LOOKUPS, _ANSWERS = ("cuGetProcAddress", "cuGetProcAddress_v2"), ("CUDA_ERROR_NOT_FOUND", "CUDA_ERROR_INVALID_VALUE")
+PROBES = frozenset((answer, lookup) for answer in _ANSWERS for lookup in _LOOKUPS)
+# Of the stand-in for the resident scheduler, in measurements only.
+NOT_OF_A_STEP = frozenset({"resident_stand_in.cu"})
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?$|hazards? )", re.MULTILINE)
 _API_ERROR = re.compile(r"^========= Program hit (\w+) \(error \d+\).* on CUDA API call to (\w+)", re.MULTILINE)
 _FINDING = re.compile(r"^========= (?! |COMPUTE-SANITIZER|(?:ERROR|RACECHECK|LEAK) SUMMARY)(\S.*)$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is served. lengths: of the greedy requests' prompts; one more, of the last but one length, samples with all
-    parameters."""
-
-    lengths: tuple[int, ...]
-    tokens: int
-    hidden: int
-    vocab: int
-    max_rows: int
-    token_budget: int
-
-
-WHOLE = Workload((3, 16, 65, 130), tokens=6, hidden=512, vocab=1000, max_rows=4, token_budget=64)
-BRIEF = Workload((3, 40, 70), tokens=3, hidden=256, vocab=512, max_rows=2, token_budget=32)
-WORKLOADS = {"memcheck": WHOLE, "racecheck": BRIEF, "initcheck": WHOLE, "synccheck": WHOLE}
+_REFUSED = re.compile(r"^=========.*[Dd]evice not supported", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One tool's run. findings: by its own summary, less `probes`; None if it gave none. probes: errors of API calls
-    that expect them. served: lines of what was served."""
+    """One part's run under one tool. findings: by the tool's own summary, less `probes`; None if it gave none. probes:
+    errors of API calls that expect them. served: lines of what was served. ran: kernels, as file:kernel. reached: how
+    far it came."""
 
     tool: str
     findings: int | None
@@ -69,19 +63,28 @@ class Found:
     seconds: float
     status: str
     probes: int = 0
+    part: str = ""
+    ran: frozenset[str] = field(default_factory=frozenset)
+    reached: str = ""
 
     @property
     def ok(self) -> bool:
         return self.findings == 0 and self.served > 0 and self.status == "ended"
 
 
-def read(tool: str, text: str, seconds: float, code: int | None) -> Found:
+def read(tool: str, text: str, seconds: float, code: int | None, part: str = "") -> Found:
     """What a run's output says. code: its exit status, None if it was killed for its time."""
     counts = [int(n) for n in _SUMMARY.findall(text)]
     probes = sum(error in PROBES for error in _API_ERROR.findall(text))
-    served = sum(line.startswith(SERVED) for line in text.splitlines())
+    lines = [line.partition(" ") for line in text.splitlines()]
+    served = sum(word.startswith(SERVED) for word, _, _ in lines)
+    ran = frozenset(kernel for word, _, rest in lines if word == RAN for kernel in rest.split())
+    reached = [rest for word, _, rest in lines if word in (AT, SERVED)]
     status = "TIMEOUT" if code is None else "ended" if code == 0 else f"exit status {code}"
-    return Found(tool, sum(counts) - probes if counts else None, served, seconds, status, probes)
+    if _REFUSED.search(text):
+        status = "REFUSED: device not supported"
+    findings = sum(counts) - probes if counts else None
+    return Found(tool, findings, served, seconds, status, probes, part, ran, reached[-1] if reached else "not begun")
 
 
 def kinds(text: str) -> list[tuple[str, int]]:
@@ -110,78 +113,98 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
 
 
-def run_tool(program: str, tool: str, models: Path | None, limit_s: float) -> tuple[Found, str]:
-    """One tool over the serve; its output too."""
-    command = [program, "--tool", tool, "--print-limit", str(MOST_PRINTED)]
-    command += [sys.executable, "-m", "hil_rigs.gpu.sanitize", "--serve", tool]
-    if models is not None:
-        command += ["--models", str(models)]
-    begin = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, 9)
-            process.wait(30.0)
-        out.seek(0)
-        text = out.read()
-    return read(tool, text, time.monotonic() - begin, code), text
+def kernel_files() -> set[str]:
+    """Those that a model step can run."""
+    return {path.name for path in KERNELS.glob("*.cu")} - NOT_OF_A_STEP
 
 
-def serve(models: Path | None, work: Workload) -> None:
-    """Serves what the sanitizers look at: every kind of step, a dense and a mixture model, all kernels of sampling."""
-    begin = time.monotonic()
-    import cupy as cp
-    import numpy as np
+def not_run(ran: Iterable[str]) -> list[str]:
+    """Kernel files of which nothing ran."""
+    return sorted(kernel_files() - {kernel.partition(":")[0] for kernel in ran})
 
-    cp.cuda.set_allocator(None)  # one allocation an array: within a pool a write beyond an end is nobody's fault
-    from blink_core.abi.config import EngineConfig
-    from blink_core.abi.params import SamplingParams
-    from blink_core.models.load_config import load_config
-    from blink_core.ops.cuda_ops import CudaOps
-    from blink_core.runtime.cuda_model import load_network, random_network
-    from blink_core.runtime.launch import LaunchOptions
-    from hil_rigs.gpu.bench import LLAMA_3_8B, QWEN3_30B_A3B
-    from hil_rigs.gpu.session import ask, client_of, running
 
-    def small(shape: Any) -> Any:
-        sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": work.vocab}
-        sizes |= {"hidden_size": work.hidden, "intermediate_size": work.hidden}
-        experts = shape.experts and replace(shape.experts, count=8, top_k=2, intermediate_size=256, layers=(0, 1))
-        return replace(shape, max_position_embeddings=256, experts=experts, **sizes)
+class Session:
+    """Runs parts under tools until a common deadline, and tells how far each is."""
 
-    todo: list[tuple[str, Any]] = []
-    if models is None:
-        for name, shape in (("dense", LLAMA_3_8B), ("mixture", QWEN3_30B_A3B)):
-            todo.append((name, random_network(small(shape), CudaOps("bfloat16"), 256)))
-    else:
-        for path in sorted(p for p in models.iterdir() if (p / "config.json").exists()):
-            length = min(256, load_config(path).max_position_embeddings)
-            todo.append((path.name, load_network(path, CudaOps("float32"), length)))
-    rng = np.random.default_rng(1)
-    sampled = SamplingParams(
-        max_tokens=work.tokens, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3, logprobs=4,
-        repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias=((5, 1.0),),
-    )  # fmt: skip
-    for name, network in todo:
-        m = network.config
-        config = EngineConfig(
-            vocab=m.vocab_size, slots=8, sq_entries=32, cq_entries=256, max_rows=work.max_rows,
-            token_budget=work.token_budget, pages=34, max_len=min(256, m.max_position_embeddings),
-            arena_tokens=1024,
+    def __init__(self, program: str, models: Path | None, limit_s: float, out: Path | None = None) -> None:
+        self._program, self._models, self._out = program, models, out
+        self._begun = time.monotonic()
+        self._deadline = self._begun + limit_s
+        self._printing = threading.Lock()
+
+    def told(self, text: str) -> None:
+        """One line or more, with the time since the begin."""
+        with self._printing:
+            print(f"[{time.monotonic() - self._begun:5.1f} s] {text}", flush=True)
+
+    def one(self, tool: str, part: str) -> Found:
+        """A part under a tool, its kernels compiled before."""
+        serve = [sys.executable, "-m", "hil_rigs.gpu.sanitize_serve", "--part", part, "--tool", tool]
+        serve += [] if self._models is None else ["--models", str(self._models)]
+        failed = warm_cache(part, self._models, lambda: self._run("no tool", part, serve), self._deadline)
+        if failed is not None:
+            text, code = failed
+            status = "TIMEOUT" if code is None else f"exit status {code}"
+            self.told(f"--- {tool} {part}: fails without the tool, {status}\n{text[-2000:]}")
+            reached = read(tool, text, 0.0, code).reached
+            return Found(tool, None, 0, 0.0, f"{status} without the tool", part=part, reached=reached)
+        begin = time.monotonic()
+        command = [self._program, "--tool", tool, "--print-limit", str(MOST_PRINTED), *serve]
+        text, code = self._run(tool, part, command)
+        if self._out is not None:
+            self._out.mkdir(parents=True, exist_ok=True)
+            (self._out / f"{tool}-{part}.log").write_text(text)
+        found = read(tool, text, time.monotonic() - begin, code, part)
+        self.told(f"{tool} {part}: {'clean' if found.ok else found.status}, {found.findings} findings")
+        if not found.ok:
+            self.told(f"--- {tool} {part}\n{_told(text)}")
+        return found
+
+    def _run(self, tool: str, part: str, command: list[str]) -> tuple[str, int | None]:
+        """A process' output and exit status, None if it had to be killed at the deadline; its progress is told."""
+        if (left := self._deadline - time.monotonic()) <= 0:
+            return "", None
+        # In this process's group, so that whoever ends this one's group ends it too.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        prompts = [rng.integers(3, m.vocab_size, n) for n in work.lengths]
-        greedy = SamplingParams(max_tokens=work.tokens, ignore_eos=True)
-        requests = [(p, greedy) for p in prompts] + [(prompts[-2], sampled)]
-        options = LaunchOptions(strategy="host", step_limit_s=300.0, tune=False, mirror=False)
-        with running(config, network, options) as runtime:
-            answers = ask(client_of(runtime), requests, 240.0)
-        if any(answer.ended != "LENGTH" for answer in answers):
-            raise RuntimeError(f"{name}: requests ended {[answer.ended for answer in answers]}")
-        made = sum(len(a.tokens) for a in answers)
-        print(f"{SERVED} {name}: {made} tokens, {time.monotonic() - begin:.1f} s since the start", flush=True)
+        assert process.stdout is not None
+        over = threading.Event()
+
+        def end() -> None:
+            over.set()
+            kill_tree(process.pid)
+
+        timer = threading.Timer(left, end)
+        timer.start()
+        lines = []
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                word, _, rest = line.rstrip().partition(" ")
+                if word in (AT, SERVED):
+                    self.told(f"{tool} {part}: {rest}")
+            code = process.wait(KILL_S)
+        finally:
+            timer.cancel()
+            kill_tree(process.pid)
+            process.stdout.close()
+        return "".join(lines), None if over.is_set() else code
+
+
+def kill_tree(pid: int) -> None:
+    """A process and all that it has started: compute-sanitizer's own end is not its program's."""
+    try:
+        root = psutil.Process(pid)
+        doomed = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in doomed:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
 
 
 def _told(text: str, most: int = 12) -> str:
@@ -190,40 +213,58 @@ def _told(text: str, most: int = 12) -> str:
     return "\n".join([*lines, first_finding(text)[:4000], "...", text[-1000:]])
 
 
+def report(rows: list[Found], *, whole: bool) -> int:
+    """Prints the tables and returns the exit status. whole: all parts were asked for, so all kernel files must run."""
+    print(f"\n{'tool':10s} {'part':10s} {'findings':>8s} {'probes':>6s} {'served':>6s} {'s':>6s}  status")
+    for row in rows:
+        status = row.status if row.status == "ended" else f"{row.status}, at: {row.reached}"
+        print(
+            f"{row.tool:10s} {row.part:10s} {row.findings!s:>8s} {row.probes:6d} {row.served:6d} {row.seconds:6.1f}  "
+            f"{status}"
+        )
+    missing: list[str] = []
+    counts: dict[str, int] = {}
+    for tool in dict.fromkeys(row.tool for row in rows):
+        ran = sorted({kernel for row in rows if row.tool == tool and row.ok for kernel in row.ran})
+        own = [kernel for kernel in ran if not kernel.startswith(f"{LIBRARY}:")]
+        counts[tool] = len(own)
+        print(f"{tool}: clean over {len(own)} kernels: {' '.join(ran) or 'none'}")
+        if whole and (left := not_run(ran)):
+            missing.append(tool)
+            print(f"{tool}: NOT RUN, or not clean: {' '.join(left)}")
+    if rows and all(row.status.startswith("REFUSED") for row in rows):
+        return 2
+    clean = bool(rows) and all(row.ok for row in rows) and not missing
+    print(f"{'clean' if clean else 'NOT CLEAN'}: {', '.join(f'{t}, {n} kernels clean' for t, n in counts.items())}")
+    return 0 if clean else 1
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--models", type=Path, help="folder of model folders, in float32; small random ones without it")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a tool")
-    parser.add_argument("--out", type=Path, help="folder for each tool's output")
-    parser.add_argument("--serve", choices=TOOLS, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--models", type=Path, help="folder of model folders, served in float32 in place of the parts")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="processes at a time; as many as there are cores by default"
+    )
+    parser.add_argument("--timeout", type=float, default=480.0, help="seconds of the whole")
+    parser.add_argument("--out", type=Path, help="folder for each run's output")
     options = parser.parse_args(arguments)
-    if options.serve:
-        # Each kernel that is loaded is patched, cuBLASLt's thousands among them; nothing resident forbids to wait here.
-        os.environ["CUDA_MODULE_LOADING"] = "LAZY"
-        serve(options.models, WORKLOADS[options.serve])
-        return 0
     tools = options.tools.split(",")
     if unknown := set(tools) - set(TOOLS):
         parser.error(f"unknown tools {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
+    parts = options.parts.split(",") if options.models is None else [MODELS]
+    if options.models is None and (unknown := set(parts) - set(PARTS)):
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the PATH", file=sys.stderr)
         return 2
-    rows = []
-    for tool in tools:
-        found, text = run_tool(program, tool, options.models, options.timeout)
-        rows.append(found)
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"{tool}.log").write_text(text)
-        if not found.ok:
-            print(f"--- {tool}\n{_told(text)}", flush=True)
-    print(f"{'tool':12s} {'findings':>8s} {'probes':>6s} {'served':>6s} {'s':>6s}  status")
-    for row in rows:
-        print(f"{row.tool:12s} {row.findings!s:>8s} {row.probes:6d} {row.served:6d} {row.seconds:6.1f}  {row.status}")
-    return 0 if all(row.ok for row in rows) else 1
+    session = Session(program, options.models, options.timeout, options.out)
+    with ThreadPoolExecutor(options.jobs or len(os.sched_getaffinity(0))) as pool:
+        rows = list(pool.map(lambda one: session.one(*one), [(tool, part) for tool in tools for part in parts]))
+    return report(rows, whole=set(parts) == set(PARTS))
 
 
 if __name__ == "__main__":

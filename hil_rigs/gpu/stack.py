@@ -183,15 +183,13 @@ class Step:
         ops.embedding(stack.table, self.ids, self.x)
         self.plan.make(self.arrays)
         shaped = self.qkv.reshape(self.tokens, -1, s.head_dim)
-        few = self.tokens <= ops.gemm.skinny_rows
         fused = small and ops.gemm.norms(self.tokens, s.hidden)
         pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
-        followers = [layer.qkv for layer in stack.layers[1:]] + [None]
-        for layer, follower in zip(stack.layers, followers, strict=True):
+        for layer in stack.layers:
             first, second = (Norm(w, 1e-5) if fused else None for w in layer.norms)
             h = self.x if fused else self.h
             if small and not fused:
-                self._norm(pending, layer.norms[0], layer.qkv)
+                self._norm(pending, layer.norms[0])
             if products:
                 ops.linear(h, layer.qkv, self.qkv, norm=first)
             if small:
@@ -207,26 +205,25 @@ class Step:
                 )
             if attends:
                 ops.paged_attention(
-                    shaped, layer.k, layer.v, self.plan, self.attended, decode=self.decode, prefill=self.prefill,
-                    ahead=layer.out,
-                )  # fmt: skip
+                    shaped, layer.k, layer.v, self.plan, self.attended, decode=self.decode, prefill=self.prefill
+                )
             if products:
-                pending = self._project(self.attended, layer.out, few)
+                pending = self._project(self.attended, layer.out)
             mixture, router = self.moe, layer.router
             if small and not fused:
-                self._norm(pending, layer.norms[1], layer.gate_up if router is None else None)
+                self._norm(pending, layer.norms[1])
             if products and mixture is not None and router is not None:
                 pending = None
                 mixture(
                     h, router, layer.gate_up, layer.down, self.arrays.sizes, self.x, normalize=True,
-                    residual=self.x, norm=second, normed=self.h, ahead=follower,
+                    residual=self.x, norm=second, normed=self.h,
                 )  # fmt: skip
             elif products:
-                if small or few:
-                    ops.gate_up_silu(h, layer.gate_up, self.acted, self.both, norm=second, ahead=layer.down)
+                if small or ops.gemm.fuses_silu(h, layer.gate_up, self.acted):
+                    ops.gate_up_silu(h, layer.gate_up, self.acted, self.both, norm=second)
                 else:
                     ops.linear(self.h, layer.gate_up, self.both)
-                pending = self._project(self.acted, layer.down, few)
+                pending = self._project(self.acted, layer.down)
         if pending is not None:
             ops.add(self.x, pending)
         ops.gather_rows(self.x, self.last, self.picked)
@@ -236,19 +233,19 @@ class Step:
         if "sampler" not in skip:
             self.sampler(self.logits, self.records, self.arrays.sizes, self.results, *self.top)
 
-    def _project(self, x: cp.ndarray, weight: CudaWeight, few: bool) -> cp.ndarray | None:
+    def _project(self, x: cp.ndarray, weight: CudaWeight) -> cp.ndarray | None:
         """Own kernels add to the residual stream; cuBLASLt's product is added by the norm that follows, which costs
         less than its epilogue."""
-        if few:
+        if self.stack.ops.gemm.adds_residual(x, weight, self.delta):
             self.stack.ops.linear(x, weight, self.x, self.x)
             return None
         return self.stack.ops.linear(x, weight, self.delta)
 
-    def _norm(self, pending: cp.ndarray | None, weight: cp.ndarray, following: CudaWeight | None) -> None:
+    def _norm(self, pending: cp.ndarray | None, weight: cp.ndarray) -> None:
         if pending is None:
             self.stack.ops.rms_norm(self.x, weight, 1e-5, self.h)
         else:
-            self.stack.ops.add_rms_norm(self.x, pending, weight, 1e-5, self.h, ahead=following)
+            self.stack.ops.add_rms_norm(self.x, pending, weight, 1e-5, self.h)
 
     def results_host(self) -> Any:
         """STEP_RESULT records of the rows."""

@@ -1,7 +1,9 @@
 // The scheduler among real threads, for ThreadSanitizer: front ends on their rings, a group of threads that runs the
-// scheduler, the model's thread. `threads GROUP REQUESTS [LEVEL]`: group size, requests of each ring, level of the event
-// log (all). Exits 0 when every request got one terminal event and its tokens in order; a report of the sanitizer exits
-// otherwise. Built from woven headers, it puts the mutant of the variable BLINK_MUTANT in force.
+// scheduler, the model's thread. `threads GROUP REQUESTS [LEVEL [ROWS]]`: group size, requests of each ring, level of the
+// event log (all), rows of a step: with more than a few, one ring's plain requests run in all of them at once. Exits 0
+// when every request got one terminal event and its tokens in order; 3 for what is wrong otherwise, which it says; a
+// report of the sanitizer exits otherwise. Built from woven headers, it puts the mutant of the variable BLINK_MUTANT in
+// force.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +20,7 @@ using namespace blink;
 
 namespace {
 
-constexpr uint32_t RINGS = 2, SLOTS = 6, EPOCHS = 4;
+constexpr uint32_t FEW_ROWS = 4, EPOCHS = 4;
 
 void require(bool ok, const char* what) {
   if (ok) return;
@@ -26,20 +28,21 @@ void require(bool ok, const char* what) {
   std::exit(3);
 }
 
-Config make_config(LogLevel level) {
+Config make_config(LogLevel level, uint32_t rows) {
+  const bool few = rows <= FEW_ROWS;
   Config k{};
   k.magic = MAGIC;
   k.abi_version = ABI_VERSION;
-  k.rings = RINGS;
-  k.slots = SLOTS;
-  k.sq_entries = 16;
-  k.cq_entries = 64;
+  k.rings = few ? 2 : 1;
+  k.slots = few ? 6 : rows;
+  k.sq_entries = few ? 16 : 256;
+  k.cq_entries = few ? 64 : 512;
   k.max_len = 40;
-  k.arena_tokens = SLOTS * (k.max_len + 4);
+  k.arena_tokens = k.slots * (k.max_len + 4);
   k.page_size = 4;
-  k.pages = 2 + 14;
-  k.max_rows = 4;
-  k.token_budget = 12;
+  k.pages = 2 + (few ? 14 : 10 * rows);
+  k.max_rows = rows;
+  k.token_budget = few ? 12 : 20 * rows;
   k.vocab = 97;
   k.max_pages = 10;
   k.visibility_us = 1000000;
@@ -49,7 +52,7 @@ Config make_config(LogLevel level) {
   k.prefix_cache = 1;
   k.quantum = 16;
   k.reservation_steps = 3;
-  k.lease_us = 30000;  // lapses now and then on a busy machine, which is meant
+  k.lease_us = few ? 30000 : 0;  // lapses now and then on a busy machine, which is meant
   k.max_bias = 2;
   k.max_logprobs = 4;
   k.masks = 3;
@@ -83,16 +86,24 @@ uint64_t sum_words(const void* data, uint32_t words) {
 class FrontEnd {
  public:
   FrontEnd(const Context& c, uint32_t ring, uint32_t requests)
-      : c_(c), m_(c.ring(ring)), k_(*c.config), random_(ring + 1), left_(requests) {}
+      : c_(c),
+        m_(c.ring(ring)),
+        k_(*c.config),
+        plain_(k_.max_rows > FEW_ROWS),
+        random_(ring + 1),
+        left_(requests),
+        slots_(k_.slots) {}
 
   void run() {
-    for (uint64_t epoch = 1; epoch <= EPOCHS; ++epoch) {
+    const uint64_t epochs = plain_ ? 1 : EPOCHS;
+    for (uint64_t epoch = 1; epoch <= epochs; ++epoch) {
       attach(epoch);
-      uint32_t batch = left_ / uint32_t(EPOCHS - epoch + 1);
+      uint32_t batch = left_ / uint32_t(epochs - epoch + 1);
       left_ -= batch;
-      while (batch > 0 || (live_ > 0 && epoch == EPOCHS)) {  // an epoch before the last leaves requests behind
-        for (uint32_t slot = 0; slot < SLOTS && batch > 0; ++slot) {
-          if (!alive_[slot]) submit(slot), --batch;
+      while (batch > 0 || (live_ > 0 && epoch == epochs)) {  // an epoch before the last leaves requests behind
+        const bool refill = !plain_ || live_ == 0;  // plain ones come all at once
+        for (uint32_t slot = 0; refill && slot < k_.slots && batch > 0; ++slot) {
+          if (!slots_[slot].alive) submit(slot), --batch;
         }
         store_release(&m_.front_end->lease, ++lease_);
         consume();
@@ -114,10 +125,7 @@ class FrontEnd {
       std::this_thread::yield();
     }
     sq_ = head_ = live_ = 0;
-    for (uint32_t i = 0; i < SLOTS; ++i) {
-      alive_[i] = false;
-      generation_[i] = 0;
-    }
+    slots_.assign(k_.slots, {});
   }
 
   void publish(Op op, uint32_t slot) {
@@ -128,24 +136,26 @@ class FrontEnd {
       consume();
     }
     const uint64_t word = uint64_t(sq_seq(sq_)) | uint64_t(op) << SQ_OP_SHIFT | uint64_t(slot) << SQ_SLOT_SHIFT |
-                          uint64_t(generation_[slot]) << SQ_GENERATION_SHIFT;
+                          uint64_t(slots_[slot].generation) << SQ_GENERATION_SHIFT;
     store_release(&m_.sq[sq_++ & (k_.sq_entries - 1)], word);
   }
 
   void submit(uint32_t slot) {
     Slot s{};
-    s.generation = ++generation_[slot];
+    s.generation = ++slots_[slot].generation;
     s.prompt_len = 1 + random_() % 20;
     s.n_bias = random_() % 3;
     s.prompt_offset = slot * (k_.max_len + 4);
-    s.max_tokens = 1 + random_() % 12;
+    s.max_tokens = plain_ ? 16 : 1 + random_() % 12;
     s.top_p = s.repetition_penalty = 1.0f;
-    s.logprobs = random_() % 5;
-    s.priority = random_() % 3;
-    s.deadline_us = random_() % 8 == 0 ? 3000 : 0;
     s.flags = uint32_t(SlotFlag::IGNORE_EOS);
-    masked_[slot] = slot < k_.masks && random_() % 2 == 0;
-    if (masked_[slot]) {
+    if (!plain_) {
+      s.logprobs = random_() % 5;
+      s.priority = random_() % 3;
+      s.deadline_us = random_() % 8 == 0 ? 3000 : 0;
+    }
+    slots_[slot].masked = !plain_ && slot < k_.masks && random_() % 2 == 0;
+    if (slots_[slot].masked) {
       s.flags |= uint32_t(SlotFlag::MASKED);
       s.mask_box = slot;
     }
@@ -156,20 +166,30 @@ class FrontEnd {
     s.prompt_checksum = sum_words(payload, s.prompt_len + 2 * s.n_bias);
     s.checksum = sum_words(&s, sizeof s / 4);
     m_.slots[slot] = s;
-    alive_[slot] = true;
-    index_[slot] = 0;
+    slots_[slot].alive = true;
+    slots_[slot].index = 0;
     ++live_;
     publish(Op::SUBMIT, slot);
-    if (masked_[slot]) post_mask(slot);
-    if (random_() % 6 == 0) publish(Op::CANCEL, slot);
+    if (slots_[slot].masked) post_mask(slot);
+    if (!plain_ && random_() % 6 == 0) publish(Op::CANCEL, slot);
   }
 
   void post_mask(uint32_t box) {
     uint32_t* bits = m_.mask_bits + box * k_.mask_words;
-    for (uint32_t i = 0; i < k_.mask_words; ++i) bits[i] = ~0u << (index_[box] % 8);
+    for (uint32_t i = 0; i < k_.mask_words; ++i) bits[i] = ~0u << (slots_[box].index % 8);
     store_release(&m_.mask_boxes[box].checksum, sum_words(bits, k_.mask_words));
-    store_release(&m_.mask_boxes[box].ready, uint64_t(generation_[box]) << SQ_GENERATION_SHIFT |
-                                                 uint64_t(box) << SQ_SLOT_SHIFT | (index_[box] + 1));
+    store_release(&m_.mask_boxes[box].ready, uint64_t(slots_[box].generation) << SQ_GENERATION_SHIFT |
+                                                 uint64_t(box) << SQ_SLOT_SHIFT | (slots_[box].index + 1));
+  }
+
+  // The model's alternatives in their order; it writes more of them than most requests ask for.
+  static void check_pairs(const LogprobsEvent& e, uint32_t& seen) {
+    for (uint32_t i = 0; i < LOGPROBS_PER_EVENT; ++i) {
+      const bool used = i < e.count;
+      require(e.tokens[i] == (used ? int32_t(seen) : -1), "an alternative of another place");
+      require(e.logprobs[i] == (used ? -float(seen) : 0.0f), "a log-probability of another place");
+      seen += used;
+    }
   }
 
   void consume() {
@@ -178,31 +198,41 @@ class FrontEnd {
       const Event& e = m_.cq[head_ & (k_.cq_entries - 1)];
       require(e.seq == head_ + 1, "an event out of sequence");
       const uint32_t slot = e.slot;
-      require(slot < SLOTS && alive_[slot] && e.generation == generation_[slot], "an event of no live request");
-      if (EventKind(e.kind) == EventKind::LOGPROBS) continue;
-      require(e.index == index_[slot], "a token out of order");
+      const Mine& mine = slots_[slot < k_.slots ? slot : 0];
+      require(slot < k_.slots && mine.alive && e.generation == mine.generation, "an event of no live request");
+      if (EventKind(e.kind) == EventKind::LOGPROBS) {
+        check_pairs(reinterpret_cast<const LogprobsEvent&>(e), slots_[slot].pairs);
+        continue;
+      }
+      slots_[slot].pairs = 0;
+      require(e.index == slots_[slot].index, "a token out of order");
       if (EventKind(e.kind) == EventKind::TOKEN) {
-        ++index_[slot];
+        ++slots_[slot].index;
         ++tokens;
-        if (masked_[slot]) post_mask(slot);
+        if (slots_[slot].masked) post_mask(slot);
         continue;
       }
       finished += EventKind(e.kind) == EventKind::FINISH;
       ++ended;
-      alive_[slot] = false;
+      slots_[slot].alive = false;
       --live_;
     }
     store_release(&m_.front_end->cq_head, head_);
   }
 
+  struct Mine {
+    bool alive, masked;
+    uint32_t generation, index, pairs;
+  };
+
   const Context& c_;
   RingMemory m_;
   const Config& k_;
+  const bool plain_;
   std::minstd_rand random_;
   uint32_t left_, live_ = 0;
   uint64_t sq_ = 0, head_ = 0, lease_ = 0;
-  bool alive_[SLOTS] = {}, masked_[SLOTS] = {};
-  uint32_t generation_[SLOTS] = {}, index_[SLOTS] = {};
+  std::vector<Mine> slots_;
 };
 
 // What a model step reads and writes, from a thread of its own.
@@ -228,11 +258,51 @@ void run_model(const Context& c, uint64_t& sink) {
   }
 }
 
-// The loop of Scheduler::run for a group of several threads.
-void run_group(const Context& c, const ThreadGroup& made, std::atomic<uint32_t>& phase) {
-  ThreadGroup g = made;
+// A group that holds the scheduler to the names it gives the words of front ends: one on a GPU reads them by their names
+// alone, all together before a look at the rings.
+struct NamingGroup : ThreadGroup {
+  const Context& c;
+  NamingGroup(const Context& c, Scratch& s, Team& team, uint32_t rank) : ThreadGroup(s, team, rank), c(c) {}
+  uint64_t peek(uint32_t place, const uint64_t* word) {
+    const uint32_t ring = place / RING_WORDS, which = place % RING_WORDS;
+    require(ring < c.config->rings, "a word of no ring is asked for");
+    const RingMemory m = c.ring(ring);
+    if (which == 0) first_entry_ = c.rings[ring].sq_next;  // the look at this ring begins
+    const uint64_t entry = first_entry_ + which - 3;
+    require(word == (which == 0   ? &m.front_end->epoch
+                     : which == 1 ? &m.front_end->cq_head
+                     : which == 2 ? &m.front_end->lease
+                                  : &m.sq[entry & (c.config->sq_entries - 1)]),
+            "a word of a ring has another's name");
+    return ThreadGroup::peek(place, word);
+  }
+
+ private:
+  uint64_t first_entry_ = 0;
+};
+
+// What the step reads that a group launches as soon as its plan is made, before `finish_boundary`.
+void check_launch(const Context& c) {
+  const uint32_t size = c.config->page_size;
+  for (uint32_t r = 0; r < c.plan->n_rows; ++r) {
+    const PlanRow& row = c.plan_rows[r];
+    require(row.context_len <= row.n_pages * size, "a row has more tokens than room in its pages");
+    for (uint32_t i = 0; i < row.q_len; ++i) {
+      const uint32_t at = row.q_start + i, position = row.context_len - row.q_len + i;
+      const int64_t page = c.table_of(row.row)[position / size];
+      require(c.plan_positions[at] == int32_t(position), "a token has another's position");
+      require(c.plan_token_ids[at] == c.tokens_of(row.request)[position], "a row has another's token");
+      require(page > 1 && c.plan_kv_slots[at] == page * size + position % size, "a token's page is not in its table");
+    }
+  }
+}
+
+// The loop of a group of several threads, as one on a GPU runs it.
+void run_group(const Context& c, NamingGroup g, std::atomic<uint32_t>& phase) {
   while (true) {
-    const bool launch = step_boundary(c, g, clock_us());
+    const bool launch = begin_boundary(c, g, clock_us());
+    if (launch && g.rank() == 0) check_launch(c);
+    finish_boundary(c, g);
     if (g.rank() == 0) publish_events(c);
     if (g.broadcast(c.head->state == uint32_t(EngineState::STOPPED) ? 1 : 0) != 0) break;
     if (!launch) {
@@ -250,11 +320,14 @@ void run_group(const Context& c, const ThreadGroup& made, std::atomic<uint32_t>&
 
 void serve_team(const Context& c, uint32_t size, uint64_t& sink) {
   Scratch scratch{};
+  std::vector<NextRow> rows(std::min(c.config->max_rows, STEADY_ROWS));
+  scratch.next.row = rows.data();
+  scratch.next.room = uint32_t(rows.size());
   Team team(size);
   std::atomic<uint32_t> phase{0};
   std::vector<std::thread> members;
   for (uint32_t rank = 0; rank < size; ++rank) {
-    members.emplace_back([&, rank] { run_group(c, ThreadGroup(scratch, team, rank), phase); });
+    members.emplace_back([&, rank] { run_group(c, NamingGroup(c, scratch, team, rank), phase); });
   }
   while (true) {
     const uint32_t now = phase.load(std::memory_order_acquire);
@@ -268,6 +341,8 @@ void serve_team(const Context& c, uint32_t size, uint64_t& sink) {
     }
   }
   for (std::thread& member : members) member.join();
+  const bool plain = c.config->max_rows > FEW_ROWS;
+  require(!plain || scratch.steady > 0, "no boundary was taken by the group together");
 }
 
 // The shipped loop: a scheduler thread and its hand-over to the model.
@@ -284,12 +359,13 @@ void serve_alone(Scheduler& scheduler, uint64_t& sink) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  require(argc == 3 || argc == 4, "usage: threads GROUP REQUESTS [LEVEL]");
+  require(argc >= 3 && argc <= 5, "usage: threads GROUP REQUESTS [LEVEL [ROWS]]");
 #if __has_include("mutant.hpp")
   if (const char* mutant = std::getenv("BLINK_MUTANT")) active_mutant = uint32_t(std::atoi(mutant));
 #endif
   const uint32_t size = uint32_t(std::atoi(argv[1])), requests = uint32_t(std::atoi(argv[2]));
-  const Config k = make_config(argc == 4 ? LogLevel(std::atoi(argv[3])) : LogLevel::ALL);
+  const Config k = make_config(argc > 3 ? LogLevel(std::atoi(argv[3])) : LogLevel::ALL,
+                               argc > 4 ? uint32_t(std::atoi(argv[4])) : FEW_ROWS);
   Memory memory(k);
   Scheduler scheduler(memory.shared.get(), memory.state.get(), memory.log.get(), memory.plan.get());
   scheduler.init();
@@ -297,7 +373,7 @@ int main(int argc, char** argv) {
   uint64_t sink = 0;
   std::thread serving([&] { size == 1 ? serve_alone(scheduler, sink) : serve_team(c, size, sink); });
   std::vector<FrontEnd> fronts;
-  for (uint32_t ring = 0; ring < RINGS; ++ring) fronts.emplace_back(c, ring, requests);
+  for (uint32_t ring = 0; ring < k.rings; ++ring) fronts.emplace_back(c, ring, requests);
   std::vector<std::thread> workers;
   for (FrontEnd& front : fronts) workers.emplace_back([&] { front.run(); });
   for (std::thread& worker : workers) worker.join();

@@ -2,7 +2,8 @@
 
 ``python -m verification.benchmarks.flakes --runs 20`` on an otherwise quiet machine; exit 0 when all runs passed, 1
 when a test did not, 2 when a run could not be made. Each run's signed report stays in its own folder. A test that
-passes with one seed and not with another is flaky, or it has found something: both are failures here.
+passes with one seed and not with another is flaky, or it has found something: both are failures here. A signal stops
+the run in hand, no other follows, and what there is is told: exit 2.
 """
 
 from __future__ import annotations
@@ -11,26 +12,32 @@ import argparse
 import contextlib
 import io
 import json
+import signal
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from verification.certificate.certify import certify
 from verification.certificate.collector import DESELECTED
 from verification.certificate.outcomes import Outcome
 from verification.certificate.output import REPORT
+from verification.certificate.supervise import INTERRUPTED
 
 EXPECTED = (Outcome.PASSED, Outcome.FILTERED)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Tally:
     """What the runs showed. bad: (seed, test, outcome, message) of everything that did not pass. unmade: seeds of runs
-    without a report. missed: situations that were expected and not reached, by number of runs."""
+    without a report. missed: situations that were expected and not reached, by number of runs. interrupted: seeds of
+    runs that a signal ended; of their tests those count that had ended, and the runs themselves do not."""
 
     runs: int = 0
     tests: int = 0
@@ -38,31 +45,44 @@ class Tally:
     unmade: list[int] = field(default_factory=list)
     missed: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
+    interrupted: list[int] = field(default_factory=list)
+    stopped: bool = False  # by a signal, before all runs were made
 
     def add(self, seed: int, report: dict[str, Any]) -> None:
         """Counts one run."""
-        self.runs += 1
-        self.seconds.append(report["run"]["duration_s"])
+        errors = report["session_errors"]
+        whole = INTERRUPTED not in errors
+        if whole:
+            self.runs += 1
+            self.seconds.append(report["run"]["duration_s"])
+        else:
+            self.interrupted.append(seed)
+            errors = [error for error in errors if not error.startswith("interrupted")]  # pytest tells of it too
         for test in report["tests"]:
             if test["message"] == DESELECTED:  # by -k
+                continue
+            if not whole and (test["outcome"] == Outcome.MISSING or test["message"] == INTERRUPTED):  # it had not ended
                 continue
             self.tests += 1
             if test["outcome"] not in EXPECTED:
                 first = (test["message"].splitlines() or [""])[0]
                 self.bad.append((seed, test["id"], test["outcome"], first))
-        self.bad += [(seed, "session", "error", error) for error in report["session_errors"]]
-        whole = all(test["message"] != DESELECTED for test in report["tests"])  # else nothing can be expected
+        self.bad += [(seed, "session", "error", error) for error in errors]
+        # Of a part nothing can be expected.
+        whole = whole and all(test["message"] != DESELECTED for test in report["tests"])
         expected = [s for s in report["situations"] if whole and s["expected"] and s["applies"]]
         self.missed.update(s["name"] for s in expected if not s["reached"])
 
     @property
     def code(self) -> int:
-        return 2 if self.unmade or not self.runs else 1 if self.bad else 0
+        return 2 if self.unmade or self.interrupted or self.stopped or not self.runs else 1 if self.bad else 0
 
     def lines(self) -> list[str]:
         """The tally for a terminal."""
         said = [f"seed {seed}: {test} is {outcome}: {message}" for seed, test, outcome, message in self.bad]
         said += [f"seed {seed}: the run left no report" for seed in self.unmade]
+        said += [f"seed {seed}: the run was {INTERRUPTED}" for seed in self.interrupted]
+        said += ["stopped by a signal: no further run was made"] if self.stopped else []
         said += [
             f"situation {name} was not reached in {n} of {self.runs} runs" for name, n in self.missed.most_common()
         ]
@@ -90,20 +110,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tally = Tally()
     if chosen.tally:
         return _tell(tally, chosen.tally)
-    for seed in range(chosen.first_seed, chosen.first_seed + chosen.runs):
-        out = chosen.out / f"seed-{seed}"
-        started, text = time.monotonic(), io.StringIO()
-        more = () if chosen.select is None else ("-k", chosen.select)
-        with contextlib.redirect_stdout(text):
-            certify(chosen.rig, chosen.model, chosen.profile, out, seed, as_json=True, pytest_arguments=more)
-        if (out / REPORT).is_file():
-            tally.add(seed, json.loads((out / REPORT).read_text(encoding="utf-8")))
-        else:
-            tally.unmade.append(seed)
-        passed = f"{len(tally.bad)} not passed so far"
-        print(f"seed {seed}: {time.monotonic() - started:.0f} s, {passed}", flush=True)
+    with _Signals() as signals:
+        for seed in range(chosen.first_seed, chosen.first_seed + chosen.runs):
+            if signals.came:
+                tally.stopped = True
+                break
+            _run(tally, chosen, seed, signals)
     print("\n".join(tally.lines()), flush=True)
     return tally.code
+
+
+def _run(tally: Tally, chosen: argparse.Namespace, seed: int, signals: _Signals) -> None:
+    """Makes one run and counts it."""
+    out = chosen.out / f"seed-{seed}"
+    started, text = time.monotonic(), io.StringIO()
+    more = () if chosen.select is None else ("-k", chosen.select)
+    made = False
+    with contextlib.redirect_stdout(text), signals.breaking():
+        certify(chosen.rig, chosen.model, chosen.profile, out, seed, as_json=True, pytest_arguments=more)
+        made = (out / REPORT).is_file()  # an earlier one's, where a signal came before this run had begun
+    if made:
+        tally.add(seed, json.loads((out / REPORT).read_text(encoding="utf-8")))
+    else:
+        tally.unmade.append(seed)
+    passed = f"{len(tally.bad)} not passed so far"
+    print(f"seed {seed}: {time.monotonic() - started:.0f} s, {passed}", flush=True)
+
+
+class _Signals:
+    """Notices every signal to stop, while in force.
+
+    Within a run they are `certify`'s, which has handlers of its own, stops pytest, and tells nobody if all tests were
+    done already: the wake-up socket gets them all the same.
+    """
+
+    def __enter__(self) -> _Signals:
+        self._came = self._breaks = False
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._previous = {number: signal.signal(number, self._handle) for number in STOPPING}
+        self._descriptor = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._descriptor)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._receiver.close()
+        self._sender.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._breaks:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Inside, a signal that `certify` has no handler for yet, or any more, breaks it off: it would make its run."""
+        try:
+            self._breaks = True
+            yield
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._breaks = False
+
+    @property
+    def came(self) -> bool:
+        """Whether one has come so far."""
+        with contextlib.suppress(BlockingIOError):
+            self._came |= any(number in STOPPING for number in self._receiver.recv(4096))
+        return self._came
 
 
 def _tell(tally: Tally, folders: Sequence[Path]) -> int:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 NAN, INF = float("nan"), float("inf")
 
-# What is wrong with the descriptor; each function gets the configuration and the good descriptor.
+# What is wrong with the descriptor, in the order of R7 as a rule; each function gets the configuration and the good
+# descriptor.
 FIELDS: tuple[Callable[[Any, Descriptor], dict[str, Any]], ...] = (
     lambda c, d: {"prompt_len": 0, "signed": ()},
     lambda c, d: {"prompt_len": c.max_len},
@@ -61,7 +62,7 @@ FIELDS: tuple[Callable[[Any, Descriptor], dict[str, Any]], ...] = (
 
 
 def submit(run: Runner, x: bytes) -> None:
-    """x[7] chooses what is wrong; x[2] to x[6] the rest of the request."""
+    """x[7] chooses what is wrong, sometimes two things at once; x[2] to x[6] the rest of the request."""
     c, d = run.config, run.d
     ring = x[1] % c.rings
     slot = run.free_slot(ring, x[1] // 4)
@@ -85,7 +86,17 @@ def submit(run: Runner, x: bytes) -> None:
     generation = run.next_generation(ring, slot)
     good = run.descriptor(x, ring, slot, generation)
     if kind < len(FIELDS):
-        run.post(ring, slot, replace(good, **FIELDS[kind](c, good)))
+        fields = FIELDS[kind](c, good)
+        if x[7] >= 192:  # a rule that is asked about later, mostly, breaks as well: the first one's reason counts
+            fields = FIELDS[(kind + 2 + x[6] % 2) % len(FIELDS)](c, good) | fields
+        run.post(ring, slot, replace(good, **fields))
+        return
+    if kind == 57:  # the last token
+        tokens, pairs = good.signed[: good.prompt_len - 1], good.signed[good.prompt_len :]
+        run.post(ring, slot, replace(good, signed=(*tokens, c.vocab, *pairs)))
+        return
+    if kind == 58:  # a deadline about as far as the clock goes
+        run.post(ring, slot, replace(good, deadline_us=(1 << 64) - 1 - d.now - x[2] % 4))
         return
     run.post(ring, slot, torn(good, kind - len(FIELDS)))
     d.arena(ring, good.prompt_offset, list(good.signed))  # where the payload is torn, its checksum is of another one

@@ -19,6 +19,7 @@ from verification.spec.ring import GENERATION
 from verification.spec.state import Descriptor, Request
 
 CONFIG_BYTES, OP_BYTES = 16, 8
+MANY_RINGS = 67  # more than one word of a set of rings holds
 FLOATS = (0.0, 0.5, 1.0, 1.5)
 
 
@@ -56,7 +57,7 @@ def config_of(shape: bytes) -> EngineConfig:
     return EngineConfig(
         vocab=vocab,
         eos_ids=((1,), (), (0, 3))[s[6] % 3],
-        rings=(1, 2, 1, 3)[s[7] % 4],
+        rings=MANY_RINGS if s[7] == 255 else (1, 2, 1, 3)[s[7] % 4],
         slots=slots,
         sq_entries=next_power_of_two(2 * slots),
         cq_entries=next_power_of_two(slots + rows) << s[8] % 2,
@@ -65,7 +66,8 @@ def config_of(shape: bytes) -> EngineConfig:
         page_size=page_size,
         pages=2 + (full, full + 1, full + 3, 2 * full, 4 * full, max(1, full - 1))[s[9] % 6],
         max_rows=rows,
-        token_budget=rows + (8, 0, 1, 3, 16)[s[10] % 5],
+        # 16: between the arrays of a plan there are no gaps.
+        token_budget=16 if s[10] // 5 % 8 == 7 else rows + (8, 0, 1, 3, 16)[s[10] % 5],
         visibility_us=1 + s[11] % 5,
         paused_limit=1 + s[11] // 8 % 4,
         log_entries=2048,
@@ -74,7 +76,7 @@ def config_of(shape: bytes) -> EngineConfig:
         prefix_cache=(1, 1, 0)[s[13] % 3],
         quantum=(4, 1, 16)[s[13] // 8 % 3],
         reservation_steps=1 + s[14] % 5,
-        lease_us=(0, 20)[s[14] // 8 % 2],
+        lease_us=1 if s[14] // 8 == 31 else (0, 20)[s[14] // 8 % 2],
         max_bias=bias,
         max_logprobs=s[15] % 5,
         masks=(slots, 0, 1)[s[15] // 8 % 3],

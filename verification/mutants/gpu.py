@@ -21,6 +21,8 @@ PARTS: dict[str, tuple[str, str]] = {
     "attention_strict.cu": ("attention", "float32"),
     "elementwise.cu": ("rows", "bfloat16"),
     "moe.cu": ("moe", "bfloat16"),
+    "moe_choice.cuh": ("one", "bfloat16"),
+    "moe_one.cu": ("one", "bfloat16"),
     "philox.cuh": ("sampler", "float32"),
     "rope_kv.cu": ("rope", "bfloat16"),
     "sampler.cu": ("sampler", "float32"),

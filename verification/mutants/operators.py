@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+# Begin what a host compiler leaves out, where a mutant would be the product itself: all of them are run on the host.
+_GPU_ONLY = ("#if defined(__CUDACC__)", "#if defined(__CUDA_ARCH__)")
 _TOKEN = re.compile(
     r"(?P<skip>//[^\n]*|/\*.*?\*/|^[ \t]*\#[^\n]*(?:\\\n[^\n]*)*|\s+)"
     r"|(?P<string>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
@@ -74,12 +76,30 @@ class Site:
 
 def tokens(source: str) -> list[Token]:
     """Tokens of a text but comments, preprocessor lines and what only a GPU compiler sees."""
-    hidden = [(m.start(), m.end()) for m in re.finditer(r"^#if defined\(__CUDACC__\).*?^#endif", source, re.M | re.S)]
+    hidden = _hidden(source)
     out = []
     for match in _TOKEN.finditer(source):
         kind = match.lastgroup or "skip"
         if kind != "skip" and not any(a <= match.start() < b for a, b in hidden):
             out.append(Token(kind, match.group(), match.start(), match.end()))
+    return out
+
+
+def _hidden(source: str) -> list[tuple[int, int]]:
+    """Lines that only a GPU compiler sees; an `#else` of theirs is the host's."""
+    out: list[tuple[int, int]] = []
+    open_: list[bool] = []
+    at = 0
+    for line in source.splitlines(keepends=True):
+        if line.startswith("#if"):
+            open_.append(line.startswith(_GPU_ONLY))
+        elif line.startswith("#else"):
+            open_[-1] = False
+        elif line.startswith("#endif"):
+            open_.pop()
+        if any(open_):
+            out.append((at, at + len(line)))
+        at += len(line)
     return out
 
 

@@ -1,11 +1,76 @@
-"""What presses on KV memory in a run, counted from the event log: a check of KV rows says nothing without it."""
+"""What presses on KV memory in a run, counted from the event log: a check of KV rows says nothing without it.
+
+Here too are the programs that press by their make, whatever the engine's pace or the reader's. Where a look at the
+running engine must meet a request, each of its tokens waits for a grammar mask, and that comes when the one before has
+been read: the engine cannot run ahead of who looks.
+"""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import FinishReason, LogKind
+from blink_core.abi.params import SamplingParams
+from verification.fixtures import Subject
+from verification.program import Program, RequestSpec
 from verification.result import CheckResult, Measurement, Verdict
+
+PACED = 16  # tokens of a paced request that is to be met: several looks, when there is one at every fifth event
+
+
+def _request(subject: Subject, rng: random.Random, prompt: int | tuple[int, ...], new: int, paced: bool) -> RequestSpec:
+    """A greedy request of that prompt, or of so many drawn tokens."""
+    if isinstance(prompt, int):
+        prompt = tuple(rng.randrange(3, subject.shape.vocab) for _ in range(prompt))
+    params = SamplingParams(max_tokens=new, ignore_eos=True, seed=rng.getrandbits(64))
+    return RequestSpec(prompt, params, mask_seed=rng.getrandbits(32) if paced else None)
+
+
+def _mailboxes(subject: Subject, wanted: int) -> int:
+    """Mask mailboxes of the engine, so many at least."""
+    masks = int(subject.rig.descriptor.config.masks)
+    if masks < wanted:
+        raise ValueError(f"masks is {masks}, a paced program needs at least {wanted}")
+    return masks
+
+
+def crowd(subject: Subject, seed: int, *, paced: bool = False) -> Program:
+    """Requests that are admitted at once and outgrow the pool: one must give way, whatever the engine's pace.
+
+    Run it with `together`. paced: with masks, so that looks meet the one that gave way when it runs again: the first to
+    give way has about half of its tokens left then.
+    """
+    config, rng = subject.rig.descriptor.config, random.Random(seed)
+    tokens = (config.pages - 2) * config.page_size
+    rows = min(config.max_rows, _mailboxes(subject, 4) if paced else 8, 8)
+    prompt, new = tokens // (2 * rows), tokens // rows  # half of the pool at first, one and a half at the end
+    return Program(tuple(_request(subject, rng, prompt, new, paced) for _ in range(rows)))
+
+
+def neighbours(subject: Subject, seed: int) -> Program:
+    """A cancelled neighbour, a hit in the prefix cache and an odd chunk, all paced, whatever the engine's pace.
+
+    Run it with `together`. The first request is cancelled at its first token, the second had a row beside it and goes
+    on. When both have ended a third, alone, begins with two whole pages of the second's, and then with a chunk of a
+    whole step, which ends inside a page where `token_budget` is no multiple of the page size; another one follows.
+    """
+    config, rng = subject.rig.descriptor.config, random.Random(seed)
+    _mailboxes(subject, 2)
+    gone = _request(subject, rng, 2, PACED, True)
+    stays = _request(subject, rng, 2 * config.page_size + 1, PACED, True)
+    fresh = _request(subject, rng, config.token_budget + 3, PACED, True)
+    follows = replace(fresh, prompt=stays.prompt[: 2 * config.page_size] + fresh.prompt, after=10**6)
+    return Program((replace(gone, cancel_after=1), stays, follows))
+
+
+def long(subject: Subject, seed: int, beyond: int) -> Program:
+    """One paced request, which soon has more than `beyond` tokens and is then met by several looks."""
+    _mailboxes(subject, 1)
+    new = min(2 * PACED, subject.shape.longest - beyond)
+    return Program((_request(subject, random.Random(seed), beyond, new, True),))
 
 
 def chunks_inside_page(log: Array, page_size: int) -> int:

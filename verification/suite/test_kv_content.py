@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from verification.certificate.recorder import Recorder
 from verification.criterion import KVScores
 from verification.fixtures import Judge, Subject
+from verification.program import Program
 from verification.properties import kv_content, kv_schedules
 from verification.suite.observation import Observation
+from verification.suite.pressure import crowd, long, neighbours
 from verification.suite.running import serve
 from verification.suite.situations import Lengths
 
@@ -20,29 +23,39 @@ pytestmark = [pytest.mark.blink_property("kv-content"), pytest.mark.capability("
 PROGRAMS = {"model": 1, "tiny": 4}
 MOST_TIMES = 6  # so many times more programs are drawn when these give too few positions: a fast model is seldom caught
 FEWEST_ROWS = 100
-MOST_ROWS = 400  # positions compared with the oracle in one run; more would only cost time
+MOST_ROWS = 400  # positions of drawn programs compared with the oracle in one run; more would only cost time
+LOOKS = 5  # events between two looks at a paced program
+
+
+def _leading(subject: Subject, lengths: Lengths, seed: int) -> list[Program]:
+    """A program in which looks meet a long request, where one is wanted, whatever the engine's pace. The engine of the
+    model under test has no masks to pace it with: its steps are so long that looks meet its requests anyway."""
+    if not subject.rig.descriptor.config.masks or not lengths.limits:
+        return []
+    return [long(subject, seed, max(lengths.limits.values()))]
 
 
 def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs: int) -> None:
     parts: list[KVScores] = []
     positions = resumed = 0
     lengths = Lengths(subject)
-    for index, program in enumerate(subject.draw(seed, MOST_TIMES * programs)):
+    leading = _leading(subject, lengths, seed)
+    for index, program in enumerate([*leading, *subject.draw(seed, MOST_TIMES * programs)], -len(leading)):
         if index >= programs and positions >= FEWEST_ROWS and lengths.reached:
             break
-        observation = Observation(subject)
-        history = serve(subject, program, judge, every=max(8, subject.shape.most_new), observe=observation)
+        observation, every = Observation(subject), LOOKS if index < 0 else max(8, subject.shape.most_new)
+        history = serve(subject, program, judge, every=every, observe=observation, together=index < 0)
         for result in observation.results:
             judge(result, history)
         for rows in observation.rows:
             judge(kv_content.check_tokens(history, rows), history)
-            # Beyond the budget only rows of a resumed or of a long request, as long as none has been compared.
+            # Outside the budget only rows of a resumed or of a long request, as long as none has been compared.
             chosen = rows
-            if positions >= MOST_ROWS:
+            if index < 0 or positions >= MOST_ROWS:
                 chosen = [r for r in rows if (r.preemptions and not resumed) or not lengths.reached]
             if chosen:
                 parts.append(kv_content.score(chosen, *subject.oracles))
-                positions += sum(len(row.tokens) for row in chosen)
+                positions += sum(len(row.tokens) for row in chosen) if index >= 0 else 0
                 resumed += sum(row.preemptions > 0 for row in chosen)
                 lengths.add(max(len(row.tokens) for row in chosen))
     record.situation("kv-after-preemption", resumed > 0)
@@ -95,12 +108,14 @@ def _schedules(subject: Subject, record: Recorder, judge: Judge, seed: int, prog
     parts: list[KVScores] = []
     compared: dict[tuple[int, int, int], frozenset[str]] = {}
     positions = 0
-    for index, program in enumerate(subject.draw(seed, programs[1])):
+    # These have all that is wanted, whatever the engine's pace; what is drawn has it in other mixtures.
+    leading = [crowd(subject, seed, paced=True), neighbours(subject, seed)]
+    for index, program in enumerate([*leading, *subject.draw(seed, programs[1])], -len(leading)):
         seen = frozenset[str]().union(*compared.values())
         if index >= programs[0] and positions >= FEWEST_ROWS and seen >= set(wanted):
             break
         observation, first = Observation(subject), subject.snapshot(log_from=2**63)
-        history = serve(subject, program, judge, every=5, observe=observation)
+        history = serve(subject, program, judge, every=LOOKS, observe=observation, together=index < 0)
         log = subject.snapshot(log_from=int(first.header["log_tail"])).log
         for result in observation.results:
             judge(result, history)
@@ -115,11 +130,11 @@ def _schedules(subject: Subject, record: Recorder, judge: Judge, seed: int, prog
                 if known is None or len(names) >= len(known[1]):
                     latest[row.slot, row.generation] = row, names
         for (slot, generation), (row, names) in latest.items():
-            if positions >= MOST_ROWS and names <= seen:
+            if not names if index < 0 else positions >= MOST_ROWS and names <= seen:
                 continue
             parts.append(kv_content.score([row], *subject.oracles))
             compared[index, slot, generation] = names
-            seen, positions = seen | names, positions + len(row.tokens)
+            seen, positions = seen | names, positions + (len(row.tokens) if index >= 0 else 0)
     for name, situation in SITUATIONS.items():
         record.situation(f"kv-after-{situation}", sum(name in names for names in compared.values()))
     judge(kv_content.judge(parts, subject.thresholds.kv))
@@ -149,6 +164,13 @@ def test_random_schedules_of_model_under_test(engine: Subject, record: Recorder,
     rng = random.Random(seed)
     size = rng.choice(PAGE_SIZES)
     budget = rng.choice([n for n in range(17, 60) if n % size])
-    with engine.start(page_size=size, pages=2 + POOL // size, token_budget=budget, max_len=256) as started:
+    sizes: dict[str, Any] = {
+        "page_size": size,
+        "pages": 2 + POOL // size,
+        "token_budget": budget,
+        "max_len": 256,
+        "masks": 4,
+    }
+    with engine.start(**sizes) as started:
         subject = replace(started, shape=replace(started.shape, requests=(4, 8), most_new=24))
         _schedules(subject, record, judge, rng.getrandbits(63), SCHEDULES["model"])

@@ -18,7 +18,7 @@ from verification.faults.wrong_plans import FAULTS, FILE, command, seed_of
 from verification.fixtures import Judge, Subject
 from verification.program import Program, RequestSpec
 from verification.properties import kv_sanitizer
-from verification.suite.pressure import KvPressure
+from verification.suite.pressure import KvPressure, crowd, neighbours
 from verification.suite.running import serve
 
 NEEDS = ("cpu", "shared-memory", "oracle", "kv-sanitizer")
@@ -30,33 +30,16 @@ PROGRAMS, MOST_PROGRAMS = 3, 24
 STRIKES, MOST_STRIKES = 3, 12  # times that each fault is planted, and programs drawn for it at most
 
 
-def _crowd(subject: Subject, seed: int) -> Program:
-    """Requests that are admitted at once and outgrow the pool: one must give way, whatever the engine's pace."""
-    config, rng = subject.rig.descriptor.config, random.Random(seed)
-    tokens = (config.pages - 2) * config.page_size
-    rows = min(config.max_rows, 8)
-    prompt, new = tokens // (2 * rows), tokens // rows  # half of the pool at first, one and a half at the end
-    return Program(
-        tuple(
-            RequestSpec(
-                tuple(rng.randrange(3, subject.shape.vocab) for _ in range(prompt)),
-                SamplingParams(max_tokens=new, ignore_eos=True, seed=rng.getrandbits(64)),
-            )
-            for _ in range(rows)
-        )
-    )
-
-
 def _run(subject: Subject, programs: list[Program], fewest: int, judge: Judge, seed: int) -> None:
     """Runs programs until the pressure was there; every one must leave the sanitizer quiet."""
-    programs = [_crowd(subject, seed), *programs]
+    leading = [crowd(subject, seed), neighbours(subject, seed)]  # there is all pressure in them, the rest is drawn
     kv, pressure = KvReports(subject.rig.descriptor), KvPressure(subject.rig.descriptor.config)
     start = kv.counters()
-    for index, program in enumerate(programs):
-        if index >= fewest and pressure.complete:
+    for index, program in enumerate([*leading, *programs]):
+        if index >= len(leading) + fewest and pressure.complete:
             break
         before = subject.snapshot(log_from=2**63)
-        history = serve(subject, program, judge, together=index == 0)
+        history = serve(subject, program, judge, together=index < len(leading))
         after = subject.snapshot(log_from=int(before.header["log_tail"]))
         pressure.add(after.log)
         judge(kv_sanitizer.check_quiet(start, kv.counters(), kv.reports()), history)
@@ -90,7 +73,8 @@ def test_model_under_test(engine: Subject, judge: Judge, seed: int) -> None:
 
     Catches: what only shows with many layers, and when cancels fall into a long step.
     """
-    with engine.start(kv_sanitizer=True, pages=2 + 20, token_budget=BUDGET, max_len=256, capture=False) as subject:
+    sizes: dict[str, Any] = {"pages": 2 + 20, "token_budget": BUDGET, "max_len": 256, "masks": 4}
+    with engine.start(kv_sanitizer=True, capture=False, **sizes) as subject:
         shape = replace(subject.shape, requests=(4, 8), most_new=24)
         _run(replace(subject, shape=shape), replace(subject, shape=shape).draw(seed, 12), 2, judge, seed)
 

@@ -33,9 +33,24 @@ struct DecodeParams {
   i64 table_stride;
   int heads, kv_heads, max_items;
   float scale;  // of the scores, times log2(e)
-  const void* ahead;  // what the next product reads, or null: blocks without work fetch it into the L2
-  i64 ahead_bytes;
 };
+
+struct alignas(4 * sizeof(T)) Quad {
+  T e[4];
+};
+DEVICE void store_quad(T* to, const float4& v, float total) {
+  Quad quad;
+  quad.e[0] = from_float<T>(v.x / total);
+  quad.e[1] = from_float<T>(v.y / total);
+  quad.e[2] = from_float<T>(v.z / total);
+  quad.e[3] = from_float<T>(v.w / total);
+  *reinterpret_cast<Quad*>(to) = quad;
+}
+// sum * old + more * weight. Contracted here and below, not by the compiler.
+DEVICE float4 add_scaled(const float4& sum, float old, const float4& more, float weight) {
+  return make_float4(__fmaf_rn(more.x, weight, sum.x * old), __fmaf_rn(more.y, weight, sum.y * old),
+                     __fmaf_rn(more.z, weight, sum.z * old), __fmaf_rn(more.w, weight, sum.w * old));
+}
 
 // Copies one tile of keys and values: tokens [token, token + 16), zeros where not in [low, end).
 DEVICE void issue(const DecodeParams& p, const u32* table, int kv_head, int token, int low, int end, u32 page,
@@ -59,6 +74,7 @@ DEVICE void issue(const DecodeParams& p, const u32* table, int kv_head, int toke
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) u8 memory[];
+  pdl_launch();  // with few rows most blocks have no work: the next product fills its rings in their place
   __shared__ int last_arrived;
   bool waited = false;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t4 = lane & 3;
@@ -72,10 +88,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
   const int4* early = p.items + 2 * min(work / per_item, p.max_items - 1);
   int4 item = early[0], more = early[1];
   const int works = p.counts[0] * per_item;
-  if (work >= works && p.ahead != nullptr) {
-    const i64 idle = gridDim.x - works, index = blockIdx.x - works;
-    prefetch_share(p.ahead, p.ahead_bytes, threadIdx.x * idle + index, idle * blockDim.x);
-  }
 
   while (work < works) {
     const int index = work / per_item, place = work - index * per_item;
@@ -108,16 +120,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
       }
       copy_commit();
     };
-    int fetched = 0;
-    if (!waited) {
-      const auto old = [&](int i) { return split + 1 < splits || first + (i * WARPS + warp + 1) * KEYS < end; };
-      while (fetched < STAGES - 1 && old(fetched)) fetch(fetched++);
-      pdl_wait();
-      waited = true;
-    }
-    while (fetched < STAGES - 1) fetch(fetched++);
-
+    const auto old = [&](int i) {
+      return waited || split + 1 < splits || first + (i * WARPS + warp + 1) * KEYS < end;
+    };
     u32 q[HEAD_DIM / 16][4];
+    int fetched = 0;
+    while (fetched < STAGES && old(fetched)) fetch(fetched++);
+    if (!waited) pdl_wait();
+    while (fetched < STAGES) fetch(fetched++);
     const T* q_row = p.q + token * p.q_stride + i64(head0) * HEAD_DIM;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -127,21 +137,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
       q[k][2] = g < n_heads ? *reinterpret_cast<const u32*>(at + 8) : 0;
       q[k][3] = g + 8 < n_heads ? *reinterpret_cast<const u32*>(at + 8 * HEAD_DIM + 8) : 0;
     }
+    waited = true;
 
     for (int i = 0; i < mine; ++i) {
-      copy_wait<STAGES - 2>();
+      copy_wait<STAGES - 1>();
       __syncwarp();
-      fetch(i + STAGES - 1);
       const u32 keys = ring + i % STAGES * 2 * TILE * 2, values = keys + TILE * 2;
-      float s[2][4] = {};
+      const int at = first + (i * WARPS + warp) * KEYS;
+      const int key_row = (lane & 7) + (lane >> 4) * 8, value_row = lane & 15;
+      const u32 key_at = keys + key_row * STRIDE * 2, value_at = values + value_row * STRIDE * 2;
+      float s[2][4] = {}, odd[2][4] = {};  // two chains of sums: half the latency
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) {
         u32 b[4];
-        load_matrix(b, keys + (((lane & 7) + (lane >> 4) * 8) * STRIDE + k * 16 + (lane >> 3 & 1) * 8) * 2);
-        mma(s[0], q[k], b[0], b[1]);
-        mma(s[1], q[k], b[2], b[3]);
+        load_matrix(b, key_at + (k * 16 + (lane >> 3 & 1) * 8) * 2);
+        mma(k % 2 ? odd[0] : s[0], q[k], b[0], b[1]);
+        mma(k % 2 ? odd[1] : s[1], q[k], b[2], b[3]);
       }
-      const int at = first + (i * WARPS + warp) * KEYS;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[0][e] += odd[0][e];
+        s[1][e] += odd[1][e];
+      }
       if (at < low || at + KEYS > end) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -168,18 +185,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[n][2 * h + e];
-            x = exp2_fast(x * p.scale - base);
+            x = exp2_fast(__fmaf_rn(x, p.scale, -base));
             part += x;
           }
         }
-        sum[h] = sum[h] * rescale[h] + part;
+        sum[h] = __fmaf_rn(sum[h], rescale[h], part);
       }
       const u32 weights[4] = {pack2(s[0][0], s[0][1]), pack2(s[0][2], s[0][3]), pack2(s[1][0], s[1][1]),
                               pack2(s[1][2], s[1][3])};
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; n += 2) {
         u32 b[4];
-        load_matrix_transposed(b, values + ((lane & 15) * STRIDE + n * 8 + (lane >> 4) * 8) * 2);
+        load_matrix_transposed(b, value_at + (n * 8 + (lane >> 4) * 8) * 2);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           o[n + m][0] *= rescale[0];
@@ -190,12 +207,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
         }
       }
       __syncwarp();
+      fetch(i + STAGES);
     }
     copy_wait<0>();
     __syncthreads();
-    // Not earlier: the next product's blocks would share the multiprocessors that are free first, two on one, none on
-    // another, and that product would take twice its time.
-    if (work + int(gridDim.x) >= works) pdl_launch();
 
     // Merge the warps in order.
     float* merged = reinterpret_cast<float*>(memory);           // [WARPS, 16, HEAD_DIM]
@@ -216,21 +231,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
     }
     __syncthreads();
     T* out = p.out + (token * p.heads + head0) * HEAD_DIM;
-    for (int i = threadIdx.x; i < n_heads * HEAD_DIM; i += WARPS * 32) {
+    for (int i = threadIdx.x * 4; i < n_heads * HEAD_DIM; i += WARPS * 32 * 4) {
       const int head = i / HEAD_DIM;
-      float top = -INFINITY_F, total = 0.f, value = 0.f;
+      float top = -INFINITY_F, total = 0.f;
+      float4 value = {};
+#pragma unroll
       for (int w = 0; w < WARPS; ++w) top = fmaxf(top, sums[w * 16 + head].x);
       const float base = top == -INFINITY_F ? 0.f : top;
+#pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         const float weight = exp2_fast(sums[w * 16 + head].x - base);
-        total += sums[w * 16 + head].y * weight;
-        value += merged[w * 16 * HEAD_DIM + i] * weight;
+        total = __fmaf_rn(sums[w * 16 + head].y, weight, total);
+        value = add_scaled(value, 1.f, *reinterpret_cast<const float4*>(merged + w * 16 * HEAD_DIM + i), weight);
       }
       if (splits == 1) {
-        out[i] = from_float<T>(value / total);
+        store_quad(out + i, value, total);
       } else {
         const i64 at = i64(index) * p.heads + head0;
-        __stcg(p.partial + at * HEAD_DIM + i, value);
+        __stcg(reinterpret_cast<float4*>(p.partial + at * HEAD_DIM + i), value);
         if (i % HEAD_DIM == 0) __stcg(p.partial_sums + at + head, make_float2(top, total));
       }
     }
@@ -247,19 +265,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
       if (last_arrived) {
         __threadfence();
         const i64 at = i64(index - split) * p.heads + head0;
-        for (int i = threadIdx.x; i < n_heads * HEAD_DIM; i += WARPS * 32) {
+        for (int i = threadIdx.x * 4; i < n_heads * HEAD_DIM; i += WARPS * 32 * 4) {
           const int head = i / HEAD_DIM;
-          float top = -INFINITY_F, total = 0.f, value = 0.f;
+          float top = -INFINITY_F, total = 0.f;
+          float4 value = {};
           for (int s = 0; s < splits; ++s) {
             const float2 part = __ldcg(p.partial_sums + at + i64(s) * p.heads + head);
             const float next = fmaxf(top, part.x);
             const float base = next == -INFINITY_F ? 0.f : next;
             const float old = exp2_fast(top - base), weight = exp2_fast(part.x - base);
-            total = total * old + part.y * weight;
-            value = value * old + __ldcg(p.partial + (at + i64(s) * p.heads) * HEAD_DIM + i) * weight;
+            total = __fmaf_rn(part.y, weight, total * old);
+            const float* from = p.partial + (at + i64(s) * p.heads) * HEAD_DIM + i;
+            value = add_scaled(value, old, __ldcg(reinterpret_cast<const float4*>(from)), weight);
             top = next;
           }
-          out[i] = from_float<T>(value / total);
+          store_quad(out + i, value, total);
         }
       }
     }

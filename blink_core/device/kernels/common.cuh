@@ -117,19 +117,6 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Asks the L2 for [from, from + bytes), which a kernel after this one reads: thread `index` of `count` takes its share.
-// Nothing waits for it. For what runs while the memory is idle; bytes is a multiple of 16.
-DEVICE void prefetch_share(const void* from, i64 bytes, i64 index, i64 count) {
-#if __CUDA_ARCH__ >= 900
-  constexpr i64 PIECE = 4096;
-  for (i64 at = index * PIECE; at < bytes; at += count * PIECE) {
-    const u32 size = u32(bytes - at < PIECE ? bytes - at : PIECE);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const u8*>(from) + at), "r"(size)
-                 : "memory");
-  }
-#endif
-}
-
 DEVICE void load_matrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -26,17 +26,10 @@ extern "C" __global__ void gather_rows(const T* x, const int* rows, T* out, int 
 
 // x += delta (unless delta is null), out = x / sqrt(mean(x^2) + eps) * weight. One block a row of n elements; a thread
 // keeps up to 4 vectors, so n is at most 4 * VEC * blockDim. The residual is rounded to T as it is stored. weight is
-// [groups, n] (one a head, groups > 1) or [n]. Blocks from `rows` on fetch what the next product reads into the L2.
-extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* out, int n, int groups, float eps,
-                                    int rows, const void* ahead, i64 ahead_bytes) {
+// [groups, n] (one a head, groups > 1) or [n].
+extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* out, int n, int groups, float eps) {
   __shared__ float scratch[32];
   pdl_launch();
-  if (int(blockIdx.x) >= rows) {
-    const i64 blocks = gridDim.x - rows, index = blockIdx.x - rows;
-    prefetch_share(ahead, ahead_bytes, threadIdx.x * blocks + index, blocks * blockDim.x);
-    pdl_wait();
-    return;
-  }
   const T* w = weight + i64(blockIdx.x % groups) * n;
   pdl_wait();
   const i64 base = i64(blockIdx.x) * n;
@@ -94,16 +87,9 @@ extern "C" __global__ void add(T* x, const T* delta, i64 count) {
 }
 
 // out[t, i] = silu(gate_up[t, i]) * gate_up[t, inner + i]. `parts` blocks a row; two vectors of the output a thread,
-// half a block apart. Blocks from `blocks` on fetch what the next product reads into the L2.
-extern "C" __global__ void silu_multiply(const T* gate_up, T* out, int inner, int parts, int blocks, const void* ahead,
-                                         i64 ahead_bytes) {
+// half a block apart.
+extern "C" __global__ void silu_multiply(const T* gate_up, T* out, int inner, int parts) {
   pdl_launch();
-  if (int(blockIdx.x) >= blocks) {
-    const i64 more = gridDim.x - blocks, index = blockIdx.x - blocks;
-    prefetch_share(ahead, ahead_bytes, threadIdx.x * more + index, more * blockDim.x);
-    pdl_wait();
-    return;
-  }
   pdl_wait();
   const int row = blockIdx.x / parts, part = blockIdx.x - row * parts;
   const T* gate = gate_up + i64(row) * 2 * inner;

@@ -1,7 +1,8 @@
 // Products of few rows with a large weight, bound by reading the weight once (design section 7).
 //
 // The weight [n, k] is the 16-row operand of the tensor cores and the activations its 8 columns, so 1 to 8 * NT rows
-// cost the same. A block's warps share a tile of 16 * MT weight rows, taking 32 values of k in turn, and add their sums
+// read the weight at the same cost. But every tile reads all activations anew, from the L2: 32 rows as many bytes as two
+// 16-row tiles of weights. Three tiles at once (MT) make 6144 outputs one round of 128 blocks, two 4096. A block's warps share a tile of 16 * MT weight rows, taking 32 values of k in turn, and add their sums
 // in order. The order of k within a product step is permuted alike for both operands, so that a thread's operand is 16
 // contiguous bytes. A row's result depends on neither the number of rows nor its place.
 //
@@ -75,9 +76,13 @@ DEVICE void product(const SkinnyParams& params) {
   constexpr int TILE_N = SILU ? ROWS / 2 : ROWS;  // outputs of a tile
   constexpr int RING_KIB = NORM ? NORM_RING : GROUPED ? GROUPED_RING : RING;
   constexpr int STAGES = RING_KIB / MT;           // chunks of 16 * MT rows x 32 values: MT KiB
-  constexpr int GROUP = 8 / NT;                   // chunks of x loaded at once
+  constexpr int GROUP = NT == 4 ? 4 : 8 / NT;     // chunks of x loaded at once
+  // Sums of more than 16 rows are behind the ring: there are more than static shared memory holds.
+  constexpr bool BEHIND = NT > 2;
+  typedef float Sums[COLUMNS][PITCH];
   extern __shared__ __align__(16) u8 memory[];
-  __shared__ float sums[WARPS][COLUMNS][PITCH];
+  __shared__ float near[BEHIND ? 1 : WARPS * COLUMNS * PITCH];
+  Sums* sums = reinterpret_cast<Sums*>(BEHIND ? reinterpret_cast<float*>(memory + WARPS * RING_KIB * 1024) : near);
   const MatmulParams& p = params.m;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t4 = lane & 3;
   const int chunks = p.k / 32;
@@ -236,6 +241,9 @@ KERNEL(skinny_8_1, 8, 1, 1, 1, false, false, false)
 KERNEL(skinny_8_2, 8, 1, 2, 1, false, false, false)
 KERNEL(skinny_16_1, 8, 1, 1, 2, false, false, false)
 KERNEL(skinny_16_2, 8, 1, 2, 2, false, false, false)
+KERNEL(skinny_32_1, 8, 1, 1, 4, false, false, false)
+KERNEL(skinny_32_2, 8, 1, 2, 4, false, false, false)
+KERNEL(skinny_32_3, 8, 1, 3, 4, false, false, false)
 KERNEL(skinny_silu_8_2, 8, 1, 2, 1, true, false, false)
 KERNEL(skinny_silu_16_2, 8, 1, 2, 2, true, false, false)
 KERNEL(skinny_norm_8_1, 8, 1, 1, 1, false, false, true)

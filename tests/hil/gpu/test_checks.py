@@ -18,7 +18,8 @@ from hil_rigs.gpu import all as all_checks
 from hil_rigs.gpu import freeze, interference, sanitize
 from hil_rigs.gpu.all import STAGES, Stage, chosen, run_all
 from hil_rigs.gpu.burn import burning, parse_cores, split_cores
-from hil_rigs.gpu.processes import activity
+from hil_rigs.gpu.processes import Gpu, activity
+from hil_rigs.gpu.sanitize_serve import TOOLS
 
 DEADLINE_S = 30.0
 
@@ -97,10 +98,11 @@ def test_contexts_on_the_gpu(
 ) -> None:
     """Catches: a second context that passes as the engine's; an engine that a container's NVML shows by another pid
     taken for somebody else."""
-    monkeypatch.setattr(freeze, "gpu_processes", lambda: found)
+    gpu = Gpu("uuid", "0000:01:00.0")
+    monkeypatch.setattr(freeze, "gpu_processes", lambda asked: found if asked == gpu else [1])
     for pid in there:
         (tmp_path / str(pid)).mkdir()
-    assert freeze.others_on_gpu(40, before, tmp_path) == expected
+    assert freeze.others_on_gpu(40, gpu, before, tmp_path) == {"bus": gpu.bus} | expected
 
 
 def pace(idle: float, busy: float, tokens: int = 9) -> dict[str, Any]:
@@ -274,7 +276,8 @@ def test_every_stage_is_a_command_that_there_is() -> None:
     from verification.on_device.shapes import SHAPES
 
     assert {n.removeprefix("shape-") for n in STAGES if n.startswith("shape-")} == set(SHAPES)
-    assert {n.removeprefix("sanitize-") for n in STAGES if n.startswith("sanitize-")} == set(sanitize.TOOLS)
+    assert {n.removeprefix("sanitize-") for n in STAGES if n.startswith("sanitize-")} == set(TOOLS)
+    assert {"watchdog", "long", "freeze", "xid", "ops_check", "batch-invariance", "mutants-1"} <= set(STAGES)
     root = all_checks.ROOT
     for stage in STAGES.values():
         for argument in stage.arguments:
@@ -283,6 +286,41 @@ def test_every_stage_is_a_command_that_there_is() -> None:
             if argument.startswith(("verification.on_device", "hil_rigs.")):
                 assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), argument
     assert json.dumps(sorted(STAGES))
+
+
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches: a stage that nobody can find, or of which nobody knows what it takes."""
+    with pytest.raises(SystemExit, match="0"):
+        all_checks.main(["--help"])
+    told = capsys.readouterr().out
+    assert all_checks.main(["--list"]) == 0
+    assert capsys.readouterr().out.strip() in told
+    for name, stage in STAGES.items():
+        line = next(line for line in told.splitlines() if line.startswith(f"{name} "))
+        assert f" {stage.wanted_s:.0f} s" in line
+        assert line.rstrip().endswith(stage.what)
+        assert stage.what
+
+
+def test_shares_of_the_mutants_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a mutant that is in no share, so that nobody sees it survive; a share's status that is lost."""
+    from hil_rigs.gpu import mutants
+    from verification.mutants.gpu import cuda_mutants
+
+    ran: list[str] = []
+
+    def main(arguments: list[str]) -> int:
+        ran.extend(arguments[2].split(","))
+        assert (Path(arguments[0]) / "mutants.json").exists()
+        return 1
+
+    monkeypatch.setattr(mutants, "main", main)
+    for name, stage in STAGES.items():
+        if name.startswith("mutants-"):
+            monkeypatch.setattr(sys, "argv", ["-c", *stage.arguments[2:]])
+            with pytest.raises(SystemExit, match="1"):
+                exec(stage.arguments[1], {})
+    assert sorted(ran) == sorted(mutant.name for mutant in cuda_mutants())
 
 
 def test_a_history_is_given_to_the_whole_block() -> None:

@@ -14,8 +14,8 @@ if MISSING is None:
     from hil_rigs.gpu.ops_cases import CASES
     from hil_rigs.gpu.sampler_cases import sampler
 
-PARTS = ("rows", "products", "invariance", "rope", "attention", "append", "far", "torch", "moe")
-NONE = {("torch", "float32"), ("far", "float32")}
+PARTS = ("rows", "products", "own", "invariance", "rope", "attention", "append", "far", "torch", "moe", "one")
+NONE = {("torch", "float32"), ("far", "float32"), ("own", "float32"), ("one", "float32")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

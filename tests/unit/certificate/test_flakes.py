@@ -1,8 +1,13 @@
-"""Counting finished runs that were made side by side."""
+"""Counting finished runs that were made side by side, and ending early."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,49 @@ from verification.benchmarks.flakes import main
 from verification.certificate.outcomes import Outcome
 from verification.certificate.output import REPORT
 from verification.certificate.records import TestRecord
+from verification.certificate.supervise import INTERRUPTED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+HANGING = """
+import threading, pytest
+@pytest.mark.blink_property("queue-ordering")
+def test_before(record): record.cases(3)
+@pytest.mark.blink_property("streaming")
+def test_fails(): assert False
+@pytest.mark.blink_property("kv-content")
+def test_hangs(): threading.Event().wait()
+"""
+# The command with another suite. END: the signal comes in the first run's last moment, when its tests are done.
+COMMAND = """
+import functools, os, signal, sys
+from pathlib import Path
+from verification.benchmarks import flakes
+from verification.certificate import certify as certifying
+finish, end = certifying._finish, {end!r}
+def late(*arguments):
+    if end is not None:
+        os.kill(os.getpid(), end)
+    return finish(*arguments)
+certifying._finish = late
+flakes.certify = functools.partial(flakes.certify, suite=Path({suite!r}))
+sys.exit(flakes.main(["--runs", "3", "--first-seed", "7", "--out", {out!r}]))
+"""
+
+
+def start(tmp_path: Path, suite: str, end: int | None = None) -> subprocess.Popen[str]:
+    """The command in a process of its own, on this suite."""
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / "test_own.py").write_text(suite)
+    code = COMMAND.format(suite=str(folder), out=str(tmp_path / "out"), end=end)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_finished_runs_are_counted_once_each(
@@ -33,3 +81,33 @@ def test_finished_runs_are_counted_once_each(
     assert f"seed 2: {records[3].id} is unknown" in capsys.readouterr().out
     (tmp_path / "b" / "seed-3").mkdir()
     assert main(folders) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
+    """Catches: a signal that ends one run and lets the next ones follow, a pytest that is left behind, what had been
+    found until then lost, an exit as if all runs had been made."""
+    process = start(tmp_path, HANGING)
+    assert process.stderr is not None
+    for _ in range(2):  # the third test hangs
+        assert re.search("queue-ordering/before|streaming/fails", process.stderr.readline())
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 2, text
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["seed-7"]
+    assert "seed 7: streaming/fails is product_failure: " in text
+    assert f"seed 7: the run was {INTERRUPTED}" in text
+    assert "no further run" in text
+    # Neither what hung nor what never ran is an outcome.
+    assert "0 runs of 0 s on average, 2 outcomes, 1 not passed" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_when_a_run_is_over_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
+    """Catches: a signal that comes when a run's tests are done, and is lost; that run taken for an interrupted one."""
+    process = start(tmp_path, HANGING.partition('@pytest.mark.blink_property("streaming")')[0], end=int(number))
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 2, text
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["seed-7"]
+    assert re.search("^1 runs of ", text, re.MULTILINE)
+    assert INTERRUPTED not in text

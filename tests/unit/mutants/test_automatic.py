@@ -29,6 +29,17 @@ def test_what_only_a_compiler_sees_is_not_deleted() -> None:
     assert deleted == ["deleted: use(n + 1);"]
 
 
+def test_what_only_a_gpu_compiler_sees_has_no_mutants() -> None:
+    """Catches: mutants that survive because no host build holds them; an `#else` or an inner `#endif` that is taken for
+    the end of what the host leaves out, or for more of it."""
+    text = (
+        "#if defined(__CUDACC__)\nvoid gpu() {\n#if defined(OTHER)\n  one(1);\n#endif\n  two(2);\n}\n#endif\n"
+        "void f() {\n#if defined(__CUDA_ARCH__)\n  three(3);\n#else\n  four(4);\n#endif\n  five(5);\n}\n"
+    )
+    deleted = [site.what for site in sites(text) if site.operator == "deletion"]
+    assert deleted == ["deleted: four(4);", "deleted: five(5);"]
+
+
 def test_sample_stays_while_the_product_changes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a sample that is another one after any edit, so that no argument and no result of it lasts."""
     every = [mutant(f"auto-{i}") for i in range(200)]

@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 
 from blink_core.runtime.engine_health import FILE, MOST_NOTICES, HealthReader, HealthWriter
-from blink_core.runtime.gpu_events import EventError, EventSource, GpuEvent, GpuLost, NvmlEvents, RecordedEvents
+from blink_core.runtime.gpu_events import (
+    FATAL_XIDS,
+    EventError,
+    EventSource,
+    GpuEvent,
+    GpuLost,
+    NvmlEvents,
+    RecordedEvents,
+)
 from blink_core.runtime.watchdog import RECORDING, NoEvents, Watchdog
 
 DEADLINE_S = 20.0
@@ -82,6 +90,36 @@ def test_fatal_xid_ends_the_engine_once_with_its_reason(tmp_path: Path) -> None:
     assert [n.reason for n in health.notices] == [f"Xid 31 of GPU {GPU}: memory page fault"]
     assert "Xid 79" in health.detail
     assert "Xid 31" in health.detail
+
+
+@pytest.mark.parametrize("xid", [13, 31, 43, 45, 63, 64, 69, 74, 92, 94, 154, 999])
+def test_xids_of_anybodys_work_end_no_engine(xid: int, tmp_path: Path) -> None:
+    """Catches: an engine that ends for a fault of another process on its GPU, which NVML does not tell apart from its
+    own; an Xid that nobody knows taken for a loss; one that is not noted; a watch that is over after it."""
+    path = recording(tmp_path, *[GpuEvent(GPU, xid, 0.0)] * 3)
+    heart = Beats()
+    with watching(tmp_path, lambda: RecordedEvents(path), heart, limit_s=0.5) as (dog, lost):
+        until(lambda: HealthReader(tmp_path).read().noticed == 3)
+        looks = heart.looks
+        until(lambda: heart.looks > looks + 2)
+        assert (lost, dog.lost, HealthReader(tmp_path).read().failure) == ([], None, None)
+        heart.still = True  # the engine's own fault: nothing runs any more, and that is what ends it
+        until(lambda: lost)
+    health = HealthReader(tmp_path).read()
+    assert health.failure is not None
+    assert (health.failure.kind, lost) == ("heartbeat", ["the scheduler's heart stood still for 0.5 s"])
+    assert {(n.kind, n.reason.startswith(f"Xid {xid} of GPU {GPU}")) for n in health.notices} == {("xid", True)}
+    assert len((tmp_path / RECORDING).read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("xid", [46, 48, 61, 62, 79, 95, 119, 120, 140])
+def test_xids_after_which_nothing_runs_end_the_engine(xid: int, tmp_path: Path) -> None:
+    """Catches: a number that has left the list, so that an engine on a dead GPU waits for its heart to be missed."""
+    path = recording(tmp_path, GpuEvent(GPU, 31, 0.0), GpuEvent(GPU, xid, 0.0))
+    with watching(tmp_path, lambda: RecordedEvents(path)) as (_, lost):
+        until(lambda: lost)
+    assert lost == [f"Xid {xid} of GPU {GPU}: {FATAL_XIDS[xid]}"]
+    assert len(FATAL_XIDS) == 9  # one that is added is tried here too
 
 
 def test_what_was_seen_can_be_replayed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.enums import ErrorReason, EventKind, LogKind, LogLevel
+from verification.lockstep.faulty import FIELDS
 from verification.lockstep.observe import describe
 from verification.lockstep.programs import TABLE, Program, config_of, execute, random_program
 from verification.lockstep.run import CALLS, records
@@ -48,11 +49,14 @@ _TIGHT = {
     2: (1, 2, 3),
     10: (1, 4),
 }  # prefix cache, barely a request more than one
+_SHARED = {2: (0,), 3: (44, 43, 46), 5: (0,), 6: (0,)}  # of one prompt, with a long output
 _MASKED = {4: (5, 13, 5, 3), 5: (0,), 6: (0,)}
 # Each gets a share of the programs.
 THEMES: tuple[Theme, ...] = (
     Theme(),
     Theme(("bad",)),
+    # Two rules broken at once, those asked about first more often; deadlines about as far as the clock goes.
+    Theme(("bad",), {}, (("bad", {7: (*range(192, 200), *range(192, 192 + len(FIELDS)), *(58,) * 8)}), ("poll", {}))),
     Theme(("bad", "fix", "poll", "wait")),
     Theme(("cancel", "burst", "poll")),
     Theme(("slow", "consume", "bad_head", "burst")),
@@ -92,6 +96,70 @@ THEMES: tuple[Theme, ...] = (
             ("step", {2: (2,)}),
             ("cancel", {2: (0,)}),
             ("step", {2: (2,)}),
+        ),
+    ),
+    # Rows give way to a reservation in vain: what they let go of, others hold as well.
+    Theme(
+        ("step",),
+        {
+            13: (16, 17),
+            0: (2, 3),
+            1: (0, 1, 2),
+            2: (1, 2, 3),
+            3: (2, 3, 4),
+            6: (1,),
+            9: (0, 1, 2),
+            12: (0, 1),
+            14: (0, 1),
+        },
+        (
+            *(("submit", {**_SHARED, 4: (0, 2)}), ("step", {2: (0,)}), ("step", {2: (0,)})),
+            *(("submit", {**_SHARED, 4: (48, 50, 58)}), ("step", {2: (0,)}), ("step", {2: (0,)})),
+            *(("submit", {**_SHARED, 2: (13, 29), 3: (5, 13, 6, 14), 4: (0, 2)}), ("step", {2: (0,)})),
+            *(("step", {2: (0,)}), ("step", {2: (1,)})),
+        ),
+    ),
+    # A decode that grows makes the last row give way, and a prefill between them is short of budget.
+    Theme(
+        ("step",),
+        {
+            13: (2,),
+            0: (2, 3),
+            1: (0,),
+            2: (2,),
+            3: (4,),
+            6: (1,),
+            7: (0,),
+            9: (1,),
+            10: (1,),
+            12: (0, 1),
+        },
+        (
+            *(("submit", {**_SHARED, 3: (44, 47), 4: (0, 2)}), ("submit", {**_SHARED, 3: (44, 47), 4: (48, 50, 58)})),
+            *(("step", {2: (2,)}), ("submit", {**_SHARED, 3: (6, 14), 4: (0, 2)})),
+            *(("step", {2: (2,)}),) * 3,
+        ),
+    ),
+    # Of many rings two wait, one for more than there is.
+    Theme(
+        ("step",),
+        {
+            7: (255,),
+            13: (2,),
+            0: (0,),
+            1: (0, 1),
+            2: (1, 2, 3),
+            3: (2, 3),
+            6: (1,),
+            9: (0, 1),
+            12: (0, 1),
+            14: (0, 1, 2),
+        },
+        (
+            *(("submit", {**_SHARED, 1: (0,), 3: (44, 43), 4: (0, 2)}), ("step", {2: (0,)}), ("step", {2: (0,)})),
+            *(("submit", {**_SHARED, 1: (64,), 3: (5, 13), 4: (0, 2)}), ("step", {1: (1,), 2: (0,)})),
+            ("submit", {**_SHARED, 1: (65, 66), 3: (0, 8), 4: (0, 2)}),
+            *(("step", {2: (1,)}),) * 3,
         ),
     ),
 )
@@ -155,10 +223,27 @@ OBSERVABLES: tuple[tuple[str, str], ...] = (
     ("state", "RSX"), ("live", "RSX"), ("admitted", "S"), ("call", "GQ"), ("in_flight", "G"), ("step", "G"),
 )  # fmt: skip
 OTHER = "other"
-GROUPED, GROUP = 60, 2  # programs of a seed whose calls a group of threads works on
+GROUPED, GROUP = 160, 2  # programs of a seed whose calls a group of threads works on
 GROUP_ONLY = ("/steady.hpp", "/thread_group.hpp", "/next.hpp")  # where a group of one never comes
 GROUP_FILES = (*GROUP_ONLY, "/group.hpp")
-STEADY = Theme(("step", "step", "submit", "boundary"))
+_TWIN = {1: (0,), 2: (0,), 3: (40, 47, 48), 4: (0, 2), 5: (0,), 6: (0,), 7: (0,)}  # always the same, with a long output
+# Of programs that a group of threads runs.
+TOGETHER: tuple[Theme, ...] = (
+    Theme(("step", "step", "submit", "boundary")),
+    # One member alone sees what is wrong: words of a payload are shared out.
+    Theme(("bad", "step"), {5: (2,)}, (("bad", {5: (3,), 7: (31, 34, 35, 57)}), ("poll", {}))),
+    # Requests that fill equal pages at the same boundaries.
+    Theme(
+        ("step",),
+        {0: (2, 3), 2: (1, 2, 3), 3: (3, 4), 6: (1,), 9: (4,), 10: (0, 4), 13: (0, 1), 14: (0, 1, 2)},
+        (
+            *(("submit", _TWIN), ("submit", _TWIN), ("poll", {1: (0,)})),
+            *(("boundary", {}), ("poll", {1: (0,)})) * 4,
+            ("step", {2: (2,)}),
+            ("step", {2: (2,)}),
+        ),
+    ),
+)
 _PLACES = {kind: [at for at, one in enumerate(TABLE) if one.__name__ == kind] for kind in {t.__name__ for t in TABLE}}
 Named = list[tuple[str, int]]
 Log = list[tuple[int, ...]]
@@ -225,9 +310,12 @@ def _drawn(seed: int) -> tuple[Drawn, ...]:
 
 @lru_cache(maxsize=64)
 def _grouped(seed: int) -> tuple[Drawn, ...]:
-    """The same for a group of threads, below log level ALL."""
-    programs = (draw(random.Random(f"{seed}/group/{number}"), STEADY) for number in range(GROUPED))
-    return tuple(_run(_decisions(program), GROUP) for program in programs)
+    """The same for a group of threads, mostly below log level ALL: there it takes steady boundaries together."""
+    out = []
+    for number in range(GROUPED):
+        program = draw(random.Random(f"{seed}/group/{number}"), TOGETHER[number % len(TOGETHER)])
+        out.append(_run(program if number % 4 == 3 else _decisions(program), GROUP))
+    return tuple(out)
 
 
 def _run(program: Program, size: int) -> Drawn:

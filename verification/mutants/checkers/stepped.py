@@ -14,6 +14,7 @@ from functools import lru_cache
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from blink_core.abi.dtypes import Array
 from blink_core.abi.enums import LogLevel, SlotFlag
 from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.checkers.lock_step import GROUP_FILES
@@ -139,13 +140,21 @@ PLAN = Stepped(
 )
 
 
+RINGS, MOVES = 4, 64  # most rings of a boundary that is taken together, and pages that it fills
+
+
 class Steady:
-    """A group of threads over more rows than one word of a row set holds: plans, tokens, events, and that it takes
-    every boundary together at which all rows have a token and go on. Where it does not, nothing is wrong but slow."""
+    """A group of threads over more rows than words of a row set hold: plans, tokens, events, the prefix cache, and that
+    it takes every boundary together at which all rows have a token and go on. Where it does not, nothing is wrong but
+    slow."""
 
     name = "steady-boundaries"
     where = frozenset({"native"})
-    clauses: Mapping[str, frozenset[str]] = {"taken together": frozenset("GS"), "rows together": frozenset("DGKRS")}
+    clauses: Mapping[str, frozenset[str]] = {
+        "taken together": frozenset("GS"),
+        "rows together": frozenset("DGKRS"),
+        "pages together": frozenset("KP"),
+    }
     functions = frozenset({"verification.mutants.checkers.stepped.Steady.judge"})
     seconds = 60.0
 
@@ -154,38 +163,55 @@ class Steady:
         return mutant.file.endswith(GROUP_FILES)
 
     def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """Rows that outlast a few boundaries, and end."""
+        """Rows that outlast a few boundaries, and end: of drawn lengths, then more of them and all alike."""
+        rng = random.Random(f"steady/{seed}")
         try:
-            return self.judge(product, random.Random(f"steady/{seed}"))
+            return self.judge(product, rng, alike=False) or self.judge(product, rng, alike=True)
         except AssertionError as error:
             return found(self, "rows together", str(error))
 
-    def judge(self, product: Product, rng: random.Random) -> Finding | None:
+    def judge(self, product: Product, rng: random.Random, *, alike: bool) -> Finding | None:
         """Raises AssertionError for what the harness finds wrong."""
-        rows, rings, length, new = rng.randrange(65, 90), rng.randrange(1, 4), 5, 12
+        rows = rng.randrange(129, 140) if alike else rng.randrange(65, 90)
+        rings, length, new = rng.randrange(1, RINGS + (1 if alike else 2)), 5, 12
         slots, most = -(-rows // rings), length + new
         config = small_config(
-            rings=rings, slots=slots, max_rows=rows, max_len=most + 1, pages=2 + rows * (most // 4 + 1),
-            token_budget=rows * length, cq_entries=4096, sq_entries=256, arena_tokens=slots * 32, masks=0,
+            rings=rings, slots=slots, max_rows=rows, max_len=most, pages=2 + rows * (most // 4 + 1),
+            token_budget=rows * length, cq_entries=4096, sq_entries=512, arena_tokens=slots * 32, masks=0,
             quantum=1 << 12, log_level=LogLevel.DECISIONS,
         )  # fmt: skip
         h = Harness(config, native=product.native, group_size=rng.randrange(2, 5), checks=("ledger", "plan"))
         h.attach()
+        shortest = rng.randrange(1, length + 1) if alike else 1
+        longest = shortest if alike else length
         for i in range(rows):
-            prompt = [rng.randrange(1, config.vocab) for _ in range(rng.randrange(1, length + 1))]
+            prompt = [rng.randrange(1, config.vocab) for _ in range(rng.randrange(shortest, longest + 1))]
             h.fronts[i % rings].submit(prompt, new, flags=SlotFlag.IGNORE_EOS)
-        expected, before = 0, None
+        expected, before, filled = 0, None, 0
         for _ in range(new + 6):
             launched = h.tick()
             planned = h.plan["rows"][: h.n_rows]
             now = planned["request"].tolist() if launched and planned["sample"].all() else None
-            expected += now is not None and now == before and len(now) == rows
+            steady = now is not None and now == before and len(now) == rows
+            expected += steady and filled <= MOVES and rings <= RINGS
+            ends = planned["context_len"]
+            filled = int((ends // config.page_size - (ends - planned["q_len"]) // config.page_size).sum())
             before = now
+            if launched and (late := self._unpublished(h, planned["request"])):
+                return found(self, "pages together", f"full pages of requests {late[:8]} are not in the prefix cache")
         taken = h.scheduler.steady_boundaries
-        if taken != expected or expected < new - 3:
-            words = f"{taken} boundaries were taken together by {rows} rows, {expected} could be"
+        # Rows that are alike fill their pages at the same boundaries.
+        least = 0 if rings > RINGS else new - 3 - (new // config.page_size + 1 if alike else 0)
+        if taken != expected or expected < least:
+            words = f"{taken} boundaries were taken together by {rows} rows of {rings} rings, {expected} could be"
             return found(self, "taken together", words)
         return None
+
+    def _unpublished(self, h: Harness, requests: Array) -> list[int]:
+        """Those of the requests that have a token and a full page that is not shared (K6)."""
+        q = h.state["requests"][requests]
+        late = (q["emitted"] > 0) & (q["published"] != q["computed"] // h.config.page_size)
+        return [int(request) for request in requests[late]]
 
 
 CHECKERS = (MEMORY, PROGRESS, CACHE, LOG, LEDGER, PLAN, Steady())
