@@ -68,15 +68,18 @@ class _Client:
         if not (front.acknowledged and front.free):
             return
         slot = front.free[0]
-        if front.generation[slot] > _FARTHEST and not self.jumped[slot]:
+        before, jumps = front.generation[slot], front.generation[slot] > _FARTHEST and not self.jumped[slot]
+        if jumps:
             front.generation[slot] += (1 << 23) - 2
-            self.jumped[slot] = True
         length = rng.choice((1, 2, c.page_size, c.max_len // 2, c.max_len - 2))
         most = rng.choice((0, 1, 2, 3, 5, c.max_len // 2, c.max_len))
         flags = rng.choice((0, 1, 1, 3))
         prompt = [_VOCAB_BEGIN + (i + rng.randrange(2)) % 5 for i in range(length)]
         made = front.submit(prompt, most, flags=flags, priority=rng.choice((0, 0, 0, 1)))
-        if made is not None:
+        if made is None:
+            front.generation[slot] = before  # else an older one than that, which was never used, would be a newer one
+        else:
+            self.jumped[slot] |= jumps
             ends = {"CONTEXT", "NEVER_FITS"} | ({"BAD_LENGTH"} if most == 0 else set())
             ends |= set() if flags & 1 else {"EOS"}
             self.add(Kind.SUBMIT, self._request(made.slot, made.generation, most, frozenset(ends)))
