@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "hil_rigs" / "evidence"
 README = ROOT / "README.md"
 STALE = "STALE"
+FACTS_S = 60.0
 # What a figure of the GPU engine depends on.
 COVERED = (
     "blink_core/abi/*.py",
@@ -99,6 +100,22 @@ def run_part(name: str) -> dict[str, Any]:
         return {"command": " ".join(arguments), "result": result}
 
 
+def machine() -> dict[str, Any]:
+    """Facts of machine and GPU, from a process of its own: asking makes a CUDA context, and a part looks for contexts
+    that are not the engine's. Raises RuntimeError if it fails."""
+    code = (
+        "import json; from hil_rigs.gpu.machine import gpu_facts; from hil_rigs.probe import machine_facts; "
+        "print(json.dumps(machine_facts() | gpu_facts()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=FACTS_S, cwd=ROOT, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"facts of the machine: exit status {done.returncode}: {done.stderr[-600:]}")
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
 def commit_of(given: str | None) -> str:
     """The commit, with `+` if the tree has changes; what was given where there is no repository."""
     if given:
@@ -149,16 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only.split(",")
     if options.name is None or (unknown := set(names) - set(PARTS)):
         parser.error(f"give a name, and parts of {', '.join(PARTS)}" + (f", not {unknown}" if options.name else ""))
-    from hil_rigs.gpu.machine import gpu_facts
-    from hil_rigs.probe import machine_facts
-
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     record: dict[str, Any] = {
         "schema_version": 1,
         "name": options.name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit_of(options.commit),
-        "machine": machine_facts() | gpu_facts(),
+        "machine": machine(),
         "sources": {"digest": sources_digest(), "files": len(covered_files()), "patterns": COVERED},
         "parts": {},
     }

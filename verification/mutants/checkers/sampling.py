@@ -32,7 +32,7 @@ def draw_requests(seed: int) -> list[RequestSpec]:
     """Greedy and hot requests with every parameter; more than there are slots, so that slots are used again.
 
     Some can show one fault each: stop ids that only a bar keeps from being chosen, penalties of tokens that come again,
-    biases behind others of the same slot.
+    alternatives in their order, biases behind others of the same slot.
     """
     rng = random.Random(f"sampling-{seed}")
 
@@ -51,6 +51,7 @@ def draw_requests(seed: int) -> list[RequestSpec]:
     cuts: list[dict[str, Any]] = [{"top_k": 20, "top_p": 0.6}, {"min_p": 0.2}, {"top_k": 3}]
     fields += [{"temperature": 1.5, **cut} for cut in (*cuts, {"min_p": 0.05, "top_p": 0.8})]
     fields += [{"logit_bias": ((token, 6.0),)} for token in ids(6)]
+    fields += [{"logprobs": 5, **hot} for hot in hots[:2]]
     fields += [draw_sampling(rng, VOCAB, 8, hot=rng.random() < 0.7) for _ in range(12)]
     rng.shuffle(fields)
     # First each slot has a request with many biases: what is left of them must not count for those that follow.
