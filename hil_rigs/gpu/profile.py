@@ -4,8 +4,9 @@
 
 Without --ncu the launches of one step are recorded, grouped by kernel and size, and each group is launched again from a
 graph of its own, every layer's in turn, so that weights come from memory as in the step; a kernel's time then holds its
-launch (about a microsecond), and nothing overlaps. The whole step is timed beside it. With --ncu Nsight Compute counts
-the same launches, caches as the kernel before left them, which gives the share of DRAM throughput. Weights are random.
+launch (about a microsecond), and nothing overlaps. The whole step is timed beside it, with the clock and the power of
+the chip meanwhile. With --ncu Nsight Compute counts the same launches, caches as the kernel before left them, which
+gives the share of DRAM throughput. Weights are random.
 Exit status: 0 a table was printed, 1 not, 2 ncu is not there.
 """
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 SHAPES = ("llama-3-8b", "qwen3-30b-a3b")
 CONTEXT = 192  # tokens of a decode row: 128 in and 129 out on average
+# A chunk heats the chip until its power limits it, which takes a while.
+STEP_SAMPLES, CHUNK_SAMPLES = 9, 60
 NCU_LAYERS = 2  # more say nothing new, and each kernel takes ncu a while
 TIME, DRAM = "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 
@@ -127,11 +130,15 @@ def recorded() -> Iterator[list[Launch]]:
         Kernel.launch, CublasLt.launch = launch, product  # type: ignore[method-assign]
 
 
-def by_events(step: Step) -> tuple[list[Row], list[float]]:
-    """Rows of the table, and microseconds of the whole step."""
+def by_events(step: Step, samples: int) -> tuple[list[Row], list[float], str]:
+    """Rows of the table, microseconds of the whole step in so many runs back to back, and what the clock did then."""
+    import cupy as cp
+
+    from hil_rigs.gpu.clocks import Clocks
     from hil_rigs.gpu.ops_timing import timed
 
-    whole = timed(step.run, samples=9)
+    with Clocks(str(cp.cuda.runtime.deviceGetPCIBusId(cp.cuda.Device().id))) as clocks:
+        whole = timed(step.run, samples=samples)
     with recorded() as launches:
         step.run()
     groups: dict[tuple[str, int], list[Launch]] = {}
@@ -144,9 +151,9 @@ def by_events(step: Step) -> tuple[list[Row], list[float]]:
 
     rows = []
     for (name, weights), group in groups.items():
-        samples = [t / len(group) for t in timed(lambda group=group: repeat(group), samples=7)]  # type: ignore[misc]
-        rows.append(Row(name, len(group), samples, weights))
-    return rows, whole
+        times = [t / len(group) for t in timed(lambda group=group: repeat(group), samples=7)]  # type: ignore[misc]
+        rows.append(Row(name, len(group), times, weights))
+    return rows, whole, clocks.line
 
 
 # -- with ncu ----------------------------------------------------------------------------------------------------------
@@ -259,8 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         print(f"{options.shape}, {what}, {options.layers or NCU_LAYERS} layers, by ncu")
     else:
-        rows, whole = by_events(make_step(options))
+        rows, whole, clock = by_events(make_step(options), CHUNK_SAMPLES if options.chunk else STEP_SAMPLES)
         print(f"{options.shape}, {what}, {options.layers or 'all'} layers: whole step {np.median(whole):.1f} us")
+        print(f"first of {len(whole)} {whole[0]:.1f}, least {min(whole):.1f}, most {max(whole):.1f} us; {clock}")
     print("\n".join(table(rows)))
     if options.out is not None:
         record = {"shape": options.shape, "what": what, "step_us": whole, "kernels": [asdict(r) for r in rows]}

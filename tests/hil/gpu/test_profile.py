@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
+from hil_rigs.gpu.clocks import Clocks
 from hil_rigs.gpu.profile import DRAM, TIME, Row, main, read_ncu, table, weight_bytes
 
 HEADER = '"ID","Kernel Name","Block Size","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value"'
@@ -59,3 +63,52 @@ def test_sizes_are_checked(arguments: list[str], capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(arguments)
     assert f"{arguments[0]} is {arguments[1]}" in capsys.readouterr().err
+
+
+class _Nvml:
+    """A chip whose power cap holds its clock down from the second sample on, until somebody is content."""
+
+    NVML_CLOCK_SM = 1
+    NVMLError = OSError
+
+    def __init__(self, enough: threading.Event) -> None:
+        self.enough, self.asked = enough, 0
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus: bytes) -> bytes:
+        return bus
+
+    def nvmlDeviceGetClockInfo(self, handle: bytes, kind: int) -> int:
+        self.asked += 1
+        if self.asked > 4:
+            self.enough.set()
+        return 1980 if self.asked == 1 else 1400
+
+    def nvmlDeviceGetPowerUsage(self, handle: bytes) -> int:
+        return 699_000
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: bytes) -> int:
+        return 0x1 if self.asked == 1 else 0x4 | 0x1
+
+
+def test_clocks_tell_what_held_the_chip_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: milliwatts told as watts, another reason taken for the power cap, a thread that samples on."""
+    enough = threading.Event()
+    nvml = _Nvml(enough)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with Clocks("0000:01:00.0") as clocks:
+        assert enough.wait(30.0)
+    count = len(clocks.samples)
+    assert clocks.samples[:2] == [(1980, 699.0, False), (1400, 699.0, True)]
+    assert clocks.line.startswith("SM clock 1400 to 1980 MHz, median 1400; 699 W; power cap active in ")
+    assert f"{100 * (count - 1) / count:.0f} % of {count} samples" in clocks.line
+    assert not clocks._thread.is_alive()  # type: ignore[union-attr]
+
+
+def test_clocks_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a profile that fails where NVML is not there, or shows a clock that nobody read."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with Clocks("0000:01:00.0") as clocks:
+        pass
+    assert clocks.line.startswith("clock unknown (")
