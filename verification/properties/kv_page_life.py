@@ -96,8 +96,9 @@ class _Life:
 
     def _leave(self, request: int, page: int) -> None:
         table = self.tables.get(request, [])
-        ok = bool(table) and table[-1] == page
-        self.need(ok, "log", f"request {request} released page {page}, which was not the last of {table}")
+        self.need(
+            table[-1:] == [page], "log", f"request {request} released page {page}, which was not the last of {table}"
+        )
         table.pop()
         if not table:
             del self.tables[request]

@@ -180,8 +180,7 @@ def check_cache(s: StateSnapshot, r: Recount) -> CheckResult | None:
         if twin != page:
             return bad("cache", f"pages {twin} and {page} hold the same tokens behind the same page {parent}")
     for page in r.bucket_of:
-        if int(s.pages[page]["children"]) != children[page]:
-            counted = int(s.pages[page]["children"])
+        if (counted := int(s.pages[page]["children"])) != children[page]:
             return bad("cache", f"{children[page]} cached pages follow page {page}, its count says {counted}")
     return _check_lru(s, r)
 

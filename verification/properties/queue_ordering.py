@@ -184,7 +184,7 @@ def _wrong_terminal(
         FinishReason.CONTEXT: prompt + len(tokens) == max_len,
         FinishReason.CANCELLED: s.request in history.cancels,
     }
-    if not expected.get(reason, False):
+    if not expected.get(reason):
         name = enum_name(FinishReason, reason)
         return f"finish reason {name} does not agree with {len(tokens)} tokens of {params.max_tokens}"
     return None

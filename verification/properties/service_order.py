@@ -224,7 +224,8 @@ class _Service:
         waiter = self.alive.get(key)
         if reason == ErrorReason.DEADLINE and waiter is not None:
             ok = waiter.expires is not None and self.clock >= waiter.expires
-            self.need(ok, "deadline", f"{waiter} ended at clock {self.clock}, its deadline is {waiter.expires}")
+            due = waiter.expires or "not set"
+            self.need(ok, "deadline", f"{waiter} ended at clock {self.clock}, its deadline is {due}")
         if reason == ErrorReason.LEASE_LOST:
             ring, idle = key[0], self.clock - self.spoke[key[0]]
             lease = self.config.lease_us
@@ -233,8 +234,11 @@ class _Service:
         self.over(key)
 
     def lease(self, key: Key, lapsed: int, ended: int, _: int) -> None:
-        found = self.lost.pop(key[0], 0) if lapsed else ended
-        self.need(found == ended, "lease", f"ring {key[0]}: a lapse counts {ended} requests, {found} ended with it")
+        if lapsed:  # which only a ring with live requests can (L4)
+            ring, found = key[0], self.lost.pop(key[0], 0)
+            self.need(
+                0 < found == ended, "lease", f"ring {ring}: a lapse counts {ended} requests, {found} ended with it"
+            )
 
     def epoch(self, key: Key, *_: int) -> None:
         for waiter in [w for w in self.alive.values() if w.key[0] == key[0]]:

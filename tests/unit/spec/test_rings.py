@@ -9,6 +9,7 @@ import pytest
 from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason, Op, SlotFlag, StepStatus
 from tests.unit.spec.small import Small, planned
 from verification.spec.ring import entry_word, newer
+from verification.spec.state import Descriptor, Mailbox, RingMemory
 
 ERROR, FINISH = EventKind.ERROR, EventKind.FINISH
 NAN = float("nan")
@@ -233,6 +234,17 @@ def test_cancel_hits_its_generation_only() -> None:
     s.entry(Op.CANCEL, 0, 2)
     s.go()
     assert s.ends() == [(0, FINISH, FinishReason.CANCELLED, 0)]
+
+
+def test_memory_that_nobody_has_written_is_zeros() -> None:
+    """Catches: a specification that begins with other words than a new ring shows: R3, R4, R11 broken."""
+    config = Small(rings=1).config
+    memory, zeros = RingMemory(config), (0,) * config.mask_words
+    assert memory.boxes == [Mailbox(0, zeros, zeros)] * config.masks
+    assert memory.slots == [Descriptor()] * config.slots
+    assert (memory.sq, memory.arena) == ([0] * config.sq_entries, [0] * config.arena_tokens)
+    words = (memory.epoch, memory.lease, memory.cq_head, memory.epoch_ack, memory.sq_head, memory.cq_tail)
+    assert words == (0,) * 6
 
 
 def test_mask_counts_only_for_its_request_and_index() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.real_model import real_model
 from verification.models.tiny import TinyModel, build_named
 from verification.oracles.hf import HFOracle
+from verification.result import CheckResult, Measurement
 from verification.thresholds import Thresholds, default_thresholds
 
 
@@ -52,6 +54,39 @@ def tiny7(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def limits() -> Thresholds:
     """The registered thresholds."""
     return default_thresholds()
+
+
+SUITE = Path(__file__).parents[3] / "verification" / "suite"
+REGISTERED = {  # properties that the suite's tests report under
+    name
+    for path in SUITE.glob("test_*.py")
+    for name in re.findall(r'blink_property\("([a-z-]+)"', path.read_text(encoding="utf-8"))
+}
+
+
+@pytest.fixture
+def well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every result that is made meanwhile is one that a report can show: a property of the suite, a clause, a sentence
+    without a value that was lost, and measurements that are numbers with units."""
+    construct = CheckResult.__post_init__
+
+    def judged(result: CheckResult) -> None:
+        construct(result)
+        assert result.property in REGISTERED, result
+        assert re.fullmatch(r"[a-z0-9-]+", result.clause), result
+        assert not re.search(r"\bNone\b", result.message), result
+        for name, measurement in result.measurements.items():
+            _judge_measurement(name, measurement)
+
+    monkeypatch.setattr(CheckResult, "__post_init__", judged)
+
+
+def _judge_measurement(name: str, m: Measurement) -> None:
+    numbers: list[object] = [m.value, *(number for number in (m.limit, m.n) if number is not None)]
+    assert all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers), (name, m)
+    assert m.n is None or isinstance(m.n, int), (name, m)
+    assert isinstance(m.unit, str), (name, m)
+    assert re.match(r"[a-zA-Z]", m.unit), (name, m)
 
 
 @pytest.fixture(scope="session")

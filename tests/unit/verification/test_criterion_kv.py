@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from verification.criterion import KVScores, check_kv, judge_kv, score_kv
+from verification.criterion.yardstick import clopper_pearson
 from verification.models.sensitivity import rotate
 from verification.oracles.hf import HFOracle
-from verification.result import CheckResult, Verdict
+from verification.result import CheckResult, Measurement, Verdict
 from verification.thresholds import Thresholds, load_thresholds
 
+pytestmark = pytest.mark.usefixtures("well_formed")
 Array = NDArray[Any]
 Rig = Any  # conftest.Rig; conftest modules cannot be imported
 
@@ -136,7 +138,10 @@ def test_pooled_requests_keep_their_names(rig: Rig, limits: Thresholds) -> None:
             k[1, 7, 1] += 1.0
         hf64, hf32 = rig.hf64.kv(short), rig.hf32.kv(short)
         parts.append(score_kv(k=k, v=v, hf64=hf64, hf32=hf32, name={"request": f"r{number}"}))
-    assert judge_kv(parts[4], limits.kv).verdict is Verdict.UNKNOWN
+    short_of_rows = judge_kv(parts[4], limits.kv)
+    assert short_of_rows.verdict is Verdict.UNKNOWN
+    few = Measurement(16 * rig.hf32.kv(rig.sequences[4][:16])[0].shape[2], "rows", limits.kv.min_rows, limit_is="min")
+    assert short_of_rows.measurements == {"k_rows_per_layer": few, "v_rows_per_layer": few}
     witness: Any = judge_kv(KVScores.concatenate(parts), limits.kv).witness
     assert witness["count"] == 1
     assert witness["rows"][0] | {"request": "r4", "layer": 1, "position": 7, "head": 1} == witness["rows"][0]
@@ -168,3 +173,28 @@ def test_an_ill_conditioned_row_is_held_against_its_own_error() -> None:
         engine[:, 0, 80] *= factor
         scores = KVScores(engine, own, np.ones(shape), np.arange(200), tuple({} for _ in range(200)))
         assert judge_kv(scores, limits).verdict is verdict, factor
+
+
+def test_each_figure_has_its_value_unit_limit_and_number() -> None:
+    """Catches: a figure of the report that is wrong, in another unit, under another limit, or of other rows than it is
+    of."""
+    limits = load_thresholds().kv
+    rows, shape = 400, (2, 2, 200, 1)
+    own = np.full(shape, 2.0**-23)
+    own[:, 1] *= 2  # the second layer's yardstick; all values are exact
+    engine = own * 1.5
+    engine[0, 1, 30] *= 8  # a row of K
+    measured = judge_kv(KVScores(engine, own, np.ones(shape), np.arange(200), ({},) * 200), limits).measurements
+    for kind, failing, worst in (("k", 1, 12.0), ("v", 0, 1.5)):
+        upper = clopper_pearson(failing, rows, limits.confidence)[1]
+        expected = {
+            "rows": Measurement(rows, "rows"),
+            "worst_rms_ratio": Measurement(worst, "ratio", limits.rms_factor, rows),
+            "median_rms_ratio": Measurement(1.5, "ratio", n=rows),
+            "failing_rows": Measurement(failing, "rows", 0, rows),
+            "failing_rows_upper": Measurement(upper, f"fraction, {limits.confidence:g} bound", n=rows),
+            "hf32_p99_least": Measurement(2.0**-23, "RMS", n=200),
+            "hf32_p99_most": Measurement(2.0**-22, "RMS", n=200),
+        }
+        found = {name.removeprefix(f"{kind}_"): m for name, m in measured.items() if name.startswith(f"{kind}_")}
+        assert found == expected

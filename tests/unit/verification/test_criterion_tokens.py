@@ -15,9 +15,10 @@ from verification.criterion import TokenScores, check_tokens, judge_tokens, scor
 from verification.criterion.yardstick import clopper_pearson, measure_yardstick
 from verification.models import sensitivity
 from verification.oracles.hf import HFOracle
-from verification.result import CheckResult, Verdict
+from verification.result import CheckResult, Measurement, Verdict
 from verification.thresholds import Thresholds
 
+pytestmark = pytest.mark.usefixtures("well_formed")
 Array = NDArray[Any]
 Rig = Any  # conftest.Rig; conftest modules cannot be imported
 
@@ -157,6 +158,33 @@ def test_what_was_measured_is_told(limits: Thresholds, confidence: float) -> Non
         assert bound.unit == f"fraction, {confidence:g} bound"
 
 
+def test_each_figure_has_its_unit_limit_and_number(limits: Thresholds) -> None:
+    """Catches: a figure of the report in another unit, under another limit, or of other rows than it is of."""
+    rows = _constructed()
+    _near_tie(rows, 17, 1.9 * STEP)
+    drawn = 50  # whose choice is not judged
+    greedy = np.arange(N) < N - drawn
+    measured = check_tokens(**rows, thresholds=limits.tokens, greedy=greedy).measurements
+    told = {name: (m.unit, m.limit, m.n) for name, m in measured.items()}
+    bound, judged = f"fraction, {limits.tokens.confidence:g} bound", N - drawn
+    assert told == {
+        "rows": ("rows", limits.tokens.min_rows, None),
+        "worst_rms_ratio": ("ratio", limits.tokens.rms_factor, N),
+        "median_rms_ratio": ("ratio", None, N),
+        "failing_rows": ("rows", 0, N),
+        "failing_rows_upper": (bound, None, N),
+        **dict.fromkeys(("hf32_p99", "hf32_p99_low", "hf32_p99_high"), ("RMS logit", None, N)),
+        "greedy_rows": ("rows", None, N),
+        **{f"divergences_{kind}": ("rows", 0, judged) for kind in ("numeric", "corruption", "unexplained")},
+        "not_own_argmax": ("rows", 0, judged),
+        "wrong_tokens_upper": (bound, None, judged),
+        "ties": ("rows", limits.tokens.ties.maximum, judged),
+        "ties_upper": (bound, None, judged),
+    }
+    assert (measured["rows"].value, measured["greedy_rows"].value) == (N, judged)
+    assert [name for name, m in measured.items() if m.limit_is == "min"] == ["rows"]
+
+
 def test_more_ties_than_registered_fail(limits: Thresholds) -> None:
     """Catches: a systematic preference hidden among ties."""
     rows = _constructed()
@@ -217,6 +245,18 @@ def test_one_bad_logit_in_a_row_is_seen(limits: Thresholds) -> None:
     assert check_tokens(**rows, thresholds=limits.tokens).clause == "logits"
 
 
+@pytest.mark.parametrize(("own", "engine", "ok"), [(4.3, 9.2, True), (4.3, 35.0, False), (0.5, 9.2, False)])
+def test_a_row_that_float32_loses_more_in(limits: Thresholds, own: float, engine: float, ok: bool) -> None:
+    """Catches: a false alarm in a row where HuggingFace float32 itself is far from float64 (SmolLM2, seed 402: 4.3 and
+    9.2 times its p99), or one that may then be as wrong as it likes; a row's own small error taken for its limit."""
+    rows = _constructed()
+    for name, times in (("hf32", own), ("logits", engine)):
+        rows[name][42] = rows["hf64"][42] + times * (rows[name][42] - rows["hf64"][42])
+    result = check_tokens(**rows, thresholds=limits.tokens)
+    assert (result.ok(), result.clause) == (ok, "criterion" if ok else "logits"), result
+    assert result.measurements["worst_rms_ratio"].value == pytest.approx(engine / max(own, 1.0), rel=0.01)
+
+
 def test_sampled_rows_are_judged_by_their_logits_only(limits: Thresholds) -> None:
     """Catches: a sampled token held against argmax, or sampled rows left out of the RMS rule."""
     rows = _constructed()
@@ -228,20 +268,24 @@ def test_sampled_rows_are_judged_by_their_logits_only(limits: Thresholds) -> Non
     assert check_tokens(**_constructed(), thresholds=limits.tokens, greedy=False).ok()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e200])
 def test_logits_that_are_not_finite_fail(limits: Thresholds, value: float) -> None:
-    """Catches: comparisons with NaN, which are all false, read as a pass."""
+    """Catches: comparisons with NaN, which are all false, read as a pass; an exception, for a caller who has NumPy
+    raise, where the square of an error is beyond float64."""
     rows = _constructed()
     rows["logits"][3, 5] = value
-    result = check_tokens(**rows, thresholds=limits.tokens)
+    with np.errstate(all="raise", under="ignore"):
+        result = check_tokens(**rows, thresholds=limits.tokens)
     assert (result.verdict, result.clause) == (Verdict.INVALID, "logits")
 
 
 def test_what_decides_nothing_is_unknown(limits: Thresholds) -> None:
     """Catches: a pass on too few rows, or on an oracle that broke."""
     rows = _constructed()
-    few = {name: a[: limits.tokens.min_rows - 1] for name, a in rows.items()}
-    assert check_tokens(**few, thresholds=limits.tokens).verdict is Verdict.UNKNOWN
+    least = limits.tokens.min_rows
+    few = check_tokens(**{name: a[: least - 1] for name, a in rows.items()}, thresholds=limits.tokens)
+    assert few.verdict is Verdict.UNKNOWN
+    assert few.measurements == {"rows": Measurement(least - 1, "rows", least, limit_is="min")}
     none = {name: a[:0] for name, a in rows.items()}
     assert check_tokens(**none, thresholds=limits.tokens).verdict is Verdict.UNKNOWN
     rows["hf32"][0, 0] = np.nan

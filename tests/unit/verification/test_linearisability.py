@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,27 @@ def load(path: Path) -> tuple[dict[str, Any], OperationHistory]:
     return data, OperationHistory.from_json(data)
 
 
+# Numbers in what is said of a bad history: requests, slots, indices, counts.
+TOLD = {
+    "busy-owner-lost": [0], "busy-without-owner": [0], "cancel-lost": [0], "cancel-overtaken": [0],
+    "cancelled-one-never-ends": [0], "count": [2, 1], "heard-from-the-old-epoch": [0, 1],
+    "next-owner-too-early": [0, 0], "no-end": [0], "old-generation-served": [4, 0], "refused-after-tokens": [1],
+    "starts-at-one": [1, 0], "submission-lost": [0], "token-lost": [2, 1], "token-twice": [1, 2],
+    "tokens-swapped": [2, 1], "too-few-tokens": [1, 2], "too-many-tokens": [2, 2],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_labelled_history(path: Path) -> None:
-    """Catches: a legal behaviour that is refused, a fault that passes, a fault laid to the wrong law."""
+    """Catches: a legal behaviour that is refused, a fault that passes, a fault laid to the wrong law or told with wrong
+    numbers."""
     data, history = load(path)
     found = check(history)
     expected = {"good": Verdict.VALID, "bad": Verdict.INVALID}[data["label"]]
     assert (found.verdict, found.law) == (expected, data.get("law", "")), f"{data['why']}: {found.message}"
+    if data["label"] == "bad":
+        told = found.message.rpartition(": ")[2]
+        assert [int(n) for n in re.findall(r"-?\d+", told)] == TOLD.get(path.stem.removeprefix("bad-"), []), told
 
 
 def test_labelled_histories_are_enough() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,18 +18,11 @@ from hil_rigs.engine_memory import StateSnapshot
 from verification.properties import kv_conservation as kv
 from verification.result import Verdict
 
+pytestmark = pytest.mark.usefixtures("well_formed")
 CONFIG = EngineConfig(
-    vocab=64,
-    rings=2,
-    slots=4,
-    sq_entries=16,
-    cq_entries=16,
-    arena_tokens=32,
-    max_len=32,
-    page_size=4,
-    pages=10,
+    vocab=64, rings=2, slots=4, sq_entries=16, cq_entries=16, arena_tokens=32, max_len=32, page_size=4, pages=10,
     max_rows=3,
-)
+)  # fmt: skip
 BUSY, OTHER = 5, 1  # request index: ring 1 slot 1, ring 0 slot 1
 
 
@@ -90,22 +84,12 @@ def snapshot(
     header["lru_head"], header["lru_tail"] = (lru[0], lru[-1]) if lru else (-1, -1)
     header["idle_cached"], header["committed_pages"], header["reserved_for"] = len(lru), most, -1
     return StateSnapshot(
-        config=CONFIG,
-        header=header,
-        rings=np.zeros(2, DTYPES["RingState"]),
-        requests=requests,
-        running=np.array(list(owned), np.uint32),
-        block_tables=tables,
-        pages=pages,
-        free_list=free,
-        quarantine=np.array(quarantine, np.uint32),
-        log=entries,
-        log_lost=first,
-        log_from=first,
-        buckets=buckets,
-        page_tokens=page_tokens,
+        config=CONFIG, header=header, rings=np.zeros(2, DTYPES["RingState"]), requests=requests,
+        running=np.array(list(owned), np.uint32), block_tables=tables, pages=pages, free_list=free,
+        quarantine=np.array(quarantine, np.uint32), log=entries, log_lost=first, log_from=first,
+        buckets=buckets, page_tokens=page_tokens,
         running_tokens=np.tile(np.arange(CONFIG.max_len, dtype=np.int32), (len(owned), 1)),
-    )
+    )  # fmt: skip
 
 
 def tree() -> StateSnapshot:
@@ -277,12 +261,25 @@ BAD: dict[str, tuple[str, Callable[[], StateSnapshot]]] = {
 }
 
 
+# Numbers in what is said: what was recounted, and what memory says.
+TOLD = {
+    "refs": [2, 5, 2, 1], "cached-refs": [2, 2, 1], "cached-refs-zero": [5, 0, 1], "refs-of-a-free-page": [9, 1, 0],
+    "children": [2, 2, 1], "lru-count": [3, 2], "orphan": [6, 9], "bucket": [4, 2], "lru-parent-first": [2, 3],
+    "twins": [3, 2, 0], "published-count": [5, 2, 1], "published-uncomputed": [5, 7, 2],
+    "hit-out-of-place": [3, 1, 5, 2, 0],
+    "found-part-of-a-page": [5, 3, 4], "set-aside": [6, 5], "set-aside-too-many": [9, 8], "tokens-beyond": [5, 33, 32],
+    "too-few-pages": [5, 2, 9, 10, 3, 3], "too-many-pages": [5, 2, 3, 4, 1, 1], "more-than-a-table": [5, 900, 8],
+    "owner": [2, 5, 3, 1, 3], "no-row": [5, -1, 3], "nobody-lives": [7, 8], "header-counts": [4_000_000_000, 10],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_snapshots_are_invalid(name: str) -> None:
-    """Catches: a clause that cannot fail, and an exception where memory holds garbage."""
+    """Catches: a clause that cannot fail, an exception where memory holds garbage, and a count told wrong."""
     clause, build = BAD[name]
     result = kv.check_snapshot(build())
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
+    assert name not in TOLD or [int(n) for n in re.findall(r"-?\d+", result.message)] == TOLD[name], result
 
 
 Entry = tuple[int, int, int, int]  # kind, a, b, c
@@ -405,12 +402,23 @@ BAD_LOGS: dict[str, tuple[str, list[Entry], StateSnapshot]] = {
 }
 
 
+# The illegal entry is the last one but in these; None: only the end shows it.
+AT: dict[str, int | None] = {
+    "deadline-free-in-flight": 3, "lease-free-in-flight": 3, "published-unplanned": 2, "published-without-result": 3,
+    "published-half": 4, "free-in-flight": 4, "planned-in-flight": 2,
+    **dict.fromkeys(("held-over-a-step", "cache-differs", "memory-has-more", "memory-has-less", "other-owner")),
+    **dict.fromkeys(("quarantine-differs", "garbage-running")),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BAD_LOGS)
 def test_bad_logs_are_invalid(name: str) -> None:
-    """Catches: reuse of a page that the step in flight may write; a log that contradicts memory; an exception."""
+    """Catches: reuse of a page that the step in flight may write; a log that contradicts memory; an illegal entry that
+    goes unnoticed until the end, or another one named; an exception."""
     clause, entries, state = BAD_LOGS[name]
     result = kv.check_log(snapshot(in_flight=0), after(entries, state))
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
+    assert result.witness.get("entry") == AT.get(name, len(entries) - 1)
 
 
 def fold(entries: Sequence[Entry], state: StateSnapshot, start: StateSnapshot) -> str:

@@ -14,8 +14,10 @@ from blink_core.abi.params import SamplingParams
 from verification.history import History, Submitted
 from verification.program import Program, RequestSpec
 from verification.properties import prefix_cache as cache
+from verification.result import Measurement
 
 PAGE, RING = 4, 1
+pytestmark = pytest.mark.usefixtures("well_formed")
 
 
 def history(*found: int, tokens: Sequence[int] = (7, 8), first_slot: int = 0) -> History:
@@ -45,7 +47,24 @@ def history(*found: int, tokens: Sequence[int] = (7, 8), first_slot: int = 0) ->
 def test_what_was_found(found: tuple[int, ...], expected: bool, verdict: str) -> None:
     """Catches: parts of pages, or a whole prompt, taken for a hit; a pass of a run with no hits, or unwanted ones."""
     result = cache.check_hits(history(*found), PAGE, expected=expected)
-    assert (result.clause, result.verdict) == ("found", verdict)
+    assert (result.property, result.clause, result.verdict) == ("kv-content", "found", verdict)
+    if result.ok():
+        hits, tokens = Measurement(sum(n > 0 for n in found), "requests", n=2), Measurement(sum(found), "tokens")
+        assert result.measurements == {"prefix_hits": hits, "tokens_found": tokens}
+
+
+def test_what_must_have_been_found() -> None:
+    """Catches: a cached prefix that a request did not find, laid to another request or to another property."""
+    found = history(0, 8, 4)
+    right = cache.check_found(found, {0: 0, 1: 8, 2: 4})
+    assert (right.property, right.clause, right.verdict) == ("kv-content", "found", "valid")
+    assert right.message.startswith("3 requests ")
+    wrong = cache.check_found(found, {0: 0, 1: 4, 2: 8})
+    assert (wrong.property, wrong.clause, wrong.verdict) == ("kv-content", "found", "invalid")
+    assert (wrong.message, wrong.witness) == (
+        "request 1 of 9 prompt tokens found 8, 4 are cached",
+        {"request": 1},
+    )
 
 
 def rows(h: History, logits: float = 0.5) -> cache.Rows:
@@ -65,10 +84,19 @@ def test_on_and_off_are_the_same() -> None:
     others = history(0, 0, tokens=(7, 9))
     for a, b in (((on, rows(on)), (off, rows(off, nearly))), ((on, rows(on)), (others, rows(others)))):
         result = cache.check_same(*a, *b)
-        assert (result.clause, result.verdict) == ("same", "invalid")
+        assert (result.property, result.clause, result.verdict) == ("token-equivalence", "same", "invalid")
+    assert cache.check_same(on, rows(on), others, rows(others)).witness == {"on": [7, 8], "off": [7, 9]}
     assert "differ by 0.25 " in cache.check_same(on, rows(on), off, rows(off, 0.75)).message
     silent = history(0, tokens=())
     assert cache.check_same(silent, {}, silent, {}).verdict == "unknown"
+
+
+def test_histories_of_other_requests_are_not_compared() -> None:
+    """Catches: requests of which one run knows nothing, left out of the comparison without a word."""
+    two, one = history(8, 0), history(0)
+    for a, b in ((two, one), (one, two)):
+        with pytest.raises(ValueError, match="argument 2 is"):
+            cache.check_same(a, rows(a), b, rows(b))
 
 
 def log(*entries: tuple[int, int, int]) -> Array:

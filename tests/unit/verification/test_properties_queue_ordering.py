@@ -14,8 +14,9 @@ from blink_core.abi.params import SamplingParams
 from verification.history import History, Submitted
 from verification.program import Program, RequestSpec
 from verification.properties import queue_ordering as q
-from verification.result import CheckResult, Verdict
+from verification.result import CheckResult, Measurement, Verdict
 
+pytestmark = pytest.mark.usefixtures("well_formed")
 EOS, STOP, MAX_LEN = 2, 9, 12
 Event = dict[str, Any]
 
@@ -200,6 +201,26 @@ def test_bad_histories_are_invalid(name: str) -> None:
     assert verdict(h) == (clause, "invalid")
 
 
+AT = {"swapped": 0, "repeated": 1, "unknown-kind": 0, "uncancelled": 1}
+AT |= {name: -2 for name, (clause, _) in BAD.items() if clause == "logprobs"}  # the token, before the end
+AT |= {"alternatives-of-no-token": -1, "alternatives-of-a-stranger": 0}
+NO_EVENT: dict[str, dict[str, Any]] = {"deadline": {"requests": []}, "no-end": {"requests": [0]}}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_event_at_fault_is_shown(name: str) -> None:
+    """Catches: a witness without the event that is wrong, with another one, or without what it contradicts."""
+    clause, h = BAD[name]
+    shown: dict[str, Any] = NO_EVENT.get(name, {})
+    if clause not in ("sequence", "bounded-wait"):
+        shown = {"event": h.events[AT.get(name, -1)]}
+    if name in ("after-end", "two-ends"):
+        shown["terminal"] = DONE[-1]
+    if clause in ("terminal", "goodput"):
+        shown["max_tokens"] = h.program.requests[0].params.max_tokens
+    assert q.check_history(h, eos_ids=[EOS], max_len=MAX_LEN).witness == shown
+
+
 def test_nothing_to_judge_is_unknown() -> None:
     """Catches: a pass on an empty program, on requests never submitted, or where nothing finished."""
     assert verdict(history()) == ("delivery", "unknown")
@@ -257,10 +278,13 @@ def test_fifo() -> None:
         "not-admitted": log(*TAKEN, ADMITTED[0]),
         "empty": log(),
     }
+    shown = {"admitted": {"order": [1, 0]}, "taken": {"order": [1, 0]}, "twice": {"order": [0, 1, 0]}}
     for name, entries in bad.items():
         result = q.check_fifo(PAIR, entries, 0)
         assert (result.clause, result.verdict) == ("fifo", Verdict.INVALID), name
-    assert q.check_fifo(PAIR, log(*TAKEN, *ADMITTED), 3).verdict is Verdict.UNKNOWN
+        assert result.witness == {**shown, "not-admitted": {"requests": [1]}}.get(name, {})
+    overwritten = q.check_fifo(PAIR, log(*TAKEN, *ADMITTED), 3)
+    assert (overwritten.verdict, overwritten.witness) == (Verdict.UNKNOWN, {"gap": 3})
     silent = history(stream(0, [], FinishReason.CANCELLED), cancels={0})
     assert q.check_fifo(silent, log(TAKEN[0]), 0).verdict is Verdict.UNKNOWN
 
@@ -280,6 +304,8 @@ def test_fifo_of_classes() -> None:
 def test_check_gives_the_first_violated_clause() -> None:
     """Catches: fifo judged of a history that was not delivered; a clause lost in the merge."""
     good = log(*TAKEN, *ADMITTED)
-    assert q.check(PAIR, good, 0, eos_ids=[EOS], max_len=MAX_LEN).ok()
+    right = q.check(PAIR, good, 0, eos_ids=[EOS], max_len=MAX_LEN)
+    assert (right.property, right.verdict) == (q.PROPERTY, Verdict.VALID)
+    assert right.measurements == {"requests": Measurement(2, "requests"), "events": Measurement(8, "events")}
     assert q.check(PAIR, log(*TAKEN, *ADMITTED[::-1]), 0, eos_ids=[EOS], max_len=MAX_LEN).clause == "fifo"
     assert q.check(changed(died="killed"), good, 0, eos_ids=[EOS], max_len=MAX_LEN).clause == "bounded-wait"

@@ -18,6 +18,7 @@ from verification.program import Program, RequestSpec
 from verification.properties.service_order import PROPERTY, check_contested, check_service
 from verification.result import CheckResult, Verdict
 
+pytestmark = pytest.mark.usefixtures("well_formed")
 CONFIG = EngineConfig(
     vocab=64, rings=3, slots=8, sq_entries=16, cq_entries=64, arena_tokens=64, max_len=64, max_rows=2, token_budget=8,
     pages=34, quantum=8, reservation_steps=3, lease_us=1000,
@@ -215,12 +216,14 @@ def test_deadlines() -> None:
     over: Entry = (LogKind.ERROR, 0, 0, ErrorReason.DEADLINE, 0, 0)
     assert verdict([*taken, clock(1100), over], h) == "valid"
     assert verdict([*taken, over], h) == "deadline"
+    assert check([*taken, over], h).message.endswith("ended at clock 1099, its deadline is 1100")
     assert verdict([*taken, clock(1100), taken[-1]], h) == "deadline"
     assert verdict([*taken, clock(1100), over], history(0, 4)) == "deadline", "it has none"
 
 
 def test_leases() -> None:
-    """Catches: a lease lost under a front end that speaks, requests dropped without a lapse, or counted wrong."""
+    """Catches: a lease lost under a front end that speaks, requests dropped without a lapse, or counted wrong; a lapse
+    that ended nobody."""
     h = history(0, 4, 4)
     entry: Entry = (LogKind.SQ_ENTRY, 0, 0, 0, 0, 0)
     taken = [clock(5000), entry, accept(0), entry, accept(0, 1), admit(0)]
@@ -230,6 +233,10 @@ def test_leases() -> None:
     assert verdict([*taken, clock(6000), *both, lapse, (LogKind.LEASE, 0, 0, 0, 0, 0)], h) == "valid"
     assert verdict([*taken, clock(5999), *both, lapse], h) == "lease"
     assert verdict([*taken, clock(6000), both[0], lapse], h) == "lease"
+    assert "counts 2 requests, 0 ended" in check([*taken, clock(6000), lapse], h).message
+    nobody, one = ((LogKind.LEASE, 0, 0, 1, ended, 0) for ended in (0, 1))
+    assert verdict([*taken[:3], admit(0), clock(6000), both[0], one], h) == "valid"
+    assert verdict([*taken, clock(6000), nobody], h) == "lease", "only a ring with live requests has a lapse"
     assert verdict([*taken, clock(6000), *both], h) == "lease"
     never = replace(CONFIG, lease_us=0)
     assert verdict([*taken, clock(60000), *both, lapse], h, config=never) == "lease"
