@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "hil_rigs" / "evidence"
 README = ROOT / "README.md"
 STALE = "STALE"
-FACTS_S = 60.0
+FACTS_S, GIT_S = 60.0, 60.0
 # What a figure of the GPU engine depends on.
 COVERED = (
     "blink_core/abi/*.py",
     "blink_core/device/*.hpp",
     "blink_core/device/*.cu*",
     "blink_core/device/kernels/*",
-    "blink_core/ops/cuda_*.py",
+    "blink_core/ops/cu*.py",
+    "blink_core/ops/tuning.py",
     "blink_core/runtime/cuda_*.py",
     "blink_core/runtime/launch*.py",
     "blink_core/runtime/switch_graph.py",
@@ -64,20 +66,43 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 
 
-def covered_files(root: Path = ROOT) -> list[Path]:
+def covered_files(root: Path = ROOT, patterns: Iterable[str] = COVERED) -> list[Path]:
     """The covered sources, sorted."""
-    found = {p for pattern in COVERED for p in root.glob(pattern) if p.is_file()}
+    found = {p for pattern in patterns for p in root.glob(pattern) if p.is_file()}
     return sorted(p for p in found if p.name not in NOT_COVERED)
 
 
-def sources_digest(root: Path = ROOT) -> str:
+def sources_digest(root: Path = ROOT, patterns: Iterable[str] = COVERED) -> str:
     """SHA-256 over names and contents of the covered sources."""
     digest = hashlib.sha256()
-    for path in covered_files(root):
+    for path in covered_files(root, patterns):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def cover(path: Path, root: Path = ROOT) -> None:
+    """Writes the digest of today's patterns into a record, of the commit that it was measured at.
+
+    ValueError if the sources that were measured are not that commit's.
+    """
+    record = json.loads(path.read_text())
+    sources = record["sources"]
+    with tempfile.TemporaryDirectory() as folder:
+        archive = ["git", "archive", record["commit"]]
+        packed = subprocess.run(archive, cwd=root, capture_output=True, timeout=GIT_S, check=False)
+        if packed.returncode != 0:
+            raise ValueError(f"{path.name}: no commit {record['commit']}: {packed.stderr.decode().strip()}")
+        subprocess.run(["tar", "-x", "-C", folder], input=packed.stdout, timeout=GIT_S, check=True)
+        then = sources_digest(Path(folder), sources["patterns"])
+        if then != sources["digest"]:
+            raise ValueError(
+                f"{path.name}: measured {sources['digest'][:12]}, commit {record['commit']} is {then[:12]}"
+            )
+        files = len(covered_files(Path(folder)))
+        record["sources"] = {"digest": sources_digest(Path(folder)), "files": files, "patterns": COVERED}
+    path.write_text(json.dumps(record) + "\n")
 
 
 def run_part(name: str) -> dict[str, Any]:
@@ -107,12 +132,15 @@ def machine() -> dict[str, Any]:
         "import json; from hil_rigs.gpu.machine import gpu_facts; from hil_rigs.probe import machine_facts; "
         "print(json.dumps(machine_facts() | gpu_facts()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=FACTS_S, cwd=ROOT, check=False
-    )
-    if done.returncode != 0:
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FACTS_S, cwd=ROOT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"facts of the machine: not over after {FACTS_S:g} s") from error
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
         raise RuntimeError(f"facts of the machine: exit status {done.returncode}: {done.stderr[-600:]}")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    facts: dict[str, Any] = json.loads(lines[-1])
     return facts
 
 
@@ -157,11 +185,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder")
+    parser.add_argument("--cover", action="store_true", help="only write NAME's digest anew, after COVERED has grown")
     parser.add_argument("--mark", action="store_true", help="bring README's STALE marks up to date, and nothing else")
     options = parser.parse_args(arguments)
     if options.mark:
         text = README.read_text(encoding="utf-8")
         README.write_text(mark(text, stale_rows(text)), encoding="utf-8")
+        return 0
+    if options.cover:
+        if options.name is None:
+            parser.error("--cover needs a name")
+        try:
+            cover(options.out / f"{options.name}.json")
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         return 0
     names = options.only.split(",")
     if options.name is None or (unknown := set(names) - set(PARTS)):
