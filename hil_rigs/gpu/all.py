@@ -7,8 +7,8 @@
 
 Names may end in `*`. Stages that measure time run alone, after all others; those share the GPU, N at a time. A stage
 that is not over at its own limit, or at that of the whole, is killed with all its processes and says TIMEOUT; the
-stages that share leave those that run alone their time. `--list` tells what each takes beside others on
-one H200.
+stages that share leave those that run alone their time. A stage of which a test was skipped has not passed: SKIPPED,
+or PARTLY where others passed. `--list` tells what each takes beside others on one H200.
 Exit 0: all passed; 1: one did not; 2: nothing ran.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 
 # The plugin by name where it is not installed as an entry point; twice would be an error.
 _INSTALLED = any(point.name == "blink" for point in importlib.metadata.entry_points(group="pytest11"))
-PYTEST = ("-m", "pytest", *(() if _INSTALLED else ("-p", "verification.plugin")), "-q", "--no-header")
+PYTEST = ("-m", "pytest", *(() if _INSTALLED else ("-p", "verification.plugin")), "-q", "-rs", "--no-header")
 FAULTS = "engine-stop or engine-kill or frontend-stop or frontend-kill"
 
 
@@ -146,14 +146,21 @@ class Runner:
         text = path.read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         state = "TIMEOUT" if code is None else "pass" if code == 0 else f"FAIL {code}"
-        if code == 0 and stage.arguments[: len(PYTEST)] == PYTEST and " passed" not in (lines or [""])[-1]:
-            state = "SKIPPED"  # a test that was skipped shows nothing
+        if code == 0 and stage.arguments[: len(PYTEST)] == PYTEST:
+            state = judged((lines or [""])[-1])
         seconds = time.monotonic() - begin
         with self._printing:
             print(f"{name}: {state} after {seconds:.0f} s", flush=True)
             if state != "pass":
                 print(f"--- {name}\n{text[-self._tail :]}\n---", flush=True)
         return Ran(name, state, round(seconds, 1), lines[-1] if lines else "")
+
+
+def judged(counts: str) -> str:
+    """What pytest's last line says of a stage that did not fail: a test that was skipped shows nothing."""
+    if " passed" not in counts:
+        return "SKIPPED"
+    return "PARTLY" if " skipped" in counts else "pass"
 
 
 def _python_path() -> str:

@@ -10,6 +10,8 @@ without a tool, which compiles its kernels. Lines tell how far each is, so that 
 
 memcheck also reports CUDA calls that return an error. Those of `PROBES` ask whether there is something and expect to
 be told that there is not: they are counted apart, by the call and its error, and no other finding is.
+initcheck sees neither the stores of cuBLASLt's kernels, which go by TMA, nor, likely, their loads: an uninitialised
+input of such a product would pass. The parts `strict` and `invariant` use none of them.
 Exit 0: every part ran under every tool to its end and nothing was found, and every kernel file was run; 1: not so; 2:
 compute-sanitizer is not there, or takes no device of this machine.
 """
@@ -19,14 +21,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import selectors
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,11 +39,12 @@ import psutil
 
 from blink_core.ops.cuda_sources import KERNELS
 from hil_rigs.gpu.sanitize_serve import AT, LIBRARY, MODELS, PARTS, RAN, SERVED, TOOLS
-from hil_rigs.gpu.sanitize_warm import warm_cache
+from hil_rigs.gpu.sanitize_warm import LOOK_S, warm_cache
 
 PLACES = ("/usr/local/cuda/bin",)
 MOST_PRINTED = 2000  # findings; those that are not printed cannot be told apart and count as they are
 KILL_S = 30.0  # for a process that was killed to be gone
+MARK = "BLINK_SANITIZE_RUN"  # in the environment of all that a run starts, with a value of its own
 # cuda-bindings looks up every function of its headers at its first call, those too that the driver has not (its
 # cydriver.pyx); it keeps what it finds, and a call of one that is not there raises.
 _LOOKUPS, _ANSWERS = ("cuGetProcAddress", "cuGetProcAddress_v2"), ("CUDA_ERROR_NOT_FOUND", "CUDA_ERROR_INVALID_VALUE")
@@ -47,15 +53,18 @@ PROBES = frozenset((answer, lookup) for answer in _ANSWERS for lookup in _LOOKUP
 NOT_OF_A_STEP = frozenset({"resident_stand_in.cu"})
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?$|hazards? )", re.MULTILINE)
 _API_ERROR = re.compile(r"^========= Program hit (\w+) \(error \d+\).* on CUDA API call to (\w+)", re.MULTILINE)
+_UNPRINTED = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+ (?:were|was) not printed", re.MULTILINE)
 _FINDING = re.compile(r"^========= (?! |COMPUTE-SANITIZER|(?:ERROR|RACECHECK|LEAK) SUMMARY)(\S.*)$", re.MULTILINE)
+_TOLD_NEXT = re.compile(r"^=========(.*)$", re.MULTILINE)
+_BLOCK_END = re.compile(r"^=========\s*$", re.MULTILINE)
 _REFUSED = re.compile(r"^=========.*[Dd]evice not supported", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One part's run under one tool. findings: by the tool's own summary, less `probes`; None if it gave none. probes:
-    errors of API calls that expect them. served: lines of what was served. ran: kernels, as file:kernel. reached: how
-    far it came."""
+    """One part's run under one tool. findings: by the tool's own summaries less `probes`, and no fewer than it told of;
+    None if it gave no summary. probes: errors of API calls that expect them. served: lines of what was served. ran:
+    kernels, as file:kernel. reached: how far it came."""
 
     tool: str
     findings: int | None
@@ -83,28 +92,39 @@ def read(tool: str, text: str, seconds: float, code: int | None, part: str = "")
     status = "TIMEOUT" if code is None else "ended" if code == 0 else f"exit status {code}"
     if _REFUSED.search(text):
         status = "REFUSED: device not supported"
-    findings = sum(counts) - probes if counts else None
+    # Each process sums up its own, and one that was killed does not: its probes are not to be taken from another's sum.
+    told = _printed(text) + sum(int(n) for n in _UNPRINTED.findall(text))
+    if counts and sum(counts) < probes + told and status == "ended":
+        status = f"PART OF IT WITHOUT A SUMMARY: {probes + told} errors told, {sum(counts)} summed up"
+    findings = max(sum(counts) - probes, told) if counts else None
     return Found(tool, findings, served, seconds, status, probes, part, ran, reached[-1] if reached else "not begun")
+
+
+def _no_probes(text: str) -> Iterator[re.Match[str]]:
+    """First lines of all that the tool tells, probes left out."""
+    for match in _FINDING.finditer(text):
+        error = _API_ERROR.match(match[0])
+        if error is None or error.groups() not in PROBES:
+            yield match
+
+
+def _printed(text: str) -> int:
+    """Findings that are no probes: what has a place or a backtrace below it, which what the tool says of itself has
+    not."""
+    following = (_TOLD_NEXT.search(text, match.end()) for match in _no_probes(text))
+    return sum(line is not None and line[1].startswith("   ") for line in following)
 
 
 def kinds(text: str) -> list[tuple[str, int]]:
     """First lines of the findings, most frequent first, without numbers that differ from thread to thread."""
-    found: Counter[str] = Counter()
-    for line in _FINDING.findall(text):
-        error = _API_ERROR.match(f"========= {line}")
-        if error is None or error.groups() not in PROBES:
-            found[re.sub(r"0x[0-9a-f]+|\b\d+\b", "#", line)] += 1
-    return found.most_common()
+    return Counter(re.sub(r"0x[0-9a-f]+|\b\d+\b", "#", match[1]) for match in _no_probes(text)).most_common()
 
 
 def first_finding(text: str) -> str:
     """The first finding that is no probe, with its backtrace; empty if there is none."""
-    for match in _FINDING.finditer(text):
-        error = _API_ERROR.match(match[0])
-        if error is not None and error.groups() in PROBES:
-            continue
-        end = re.search(r"^=========\s*$", text[match.end() :], re.MULTILINE)
-        return text[match.start() : match.end() + (end.start() if end else 3000)]
+    for match in _no_probes(text):
+        end = _BLOCK_END.search(text, match.end())
+        return text[match.start() : end.start() if end else match.end() + 3000]
     return ""
 
 
@@ -161,50 +181,81 @@ class Session:
         return found
 
     def _run(self, tool: str, part: str, command: list[str]) -> tuple[str, int | None]:
-        """A process' output and exit status, None if it had to be killed at the deadline; its progress is told."""
-        if (left := self._deadline - time.monotonic()) <= 0:
+        """A process' output and exit status, None if it had to be killed at the deadline; its progress is told.
+
+        It is over when it has ended and nobody holds its output any more: whatever it started may outlive it.
+        """
+        if time.monotonic() >= self._deadline:
             return "", None
+        mark = uuid.uuid4().hex
         # In this process's group, so that whoever ends this one's group ends it too.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", MARK: mark},
         )  # fmt: skip
         assert process.stdout is not None
-        over = threading.Event()
-
-        def end() -> None:
-            over.set()
-            kill_tree(process.pid)
-
-        timer = threading.Timer(left, end)
-        timer.start()
-        lines = []
+        lines: list[str] = []
         try:
-            for line in process.stdout:
+            for line in lines_until(process.stdout.fileno(), self._deadline):
                 lines.append(line)
                 word, _, rest = line.rstrip().partition(" ")
                 if word in (AT, SERVED):
                     self.told(f"{tool} {part}: {rest}")
-            code = process.wait(KILL_S)
+            code: int | None = process.wait(max(0.0, self._deadline - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            code = None
         finally:
-            timer.cancel()
-            kill_tree(process.pid)
+            over = time.monotonic() + KILL_S
+            process.kill()  # this does nothing to a process that has been waited for
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
+            left = kill_marked(mark, over)
+            if left:
+                self.told(f"{tool} {part}: processes {left} live on {KILL_S:g} s after they were killed")
             process.stdout.close()
-        return "".join(lines), None if over.is_set() else code
+        return "".join(lines), code
 
 
-def kill_tree(pid: int) -> None:
-    """A process and all that it has started: compute-sanitizer's own end is not its program's."""
-    try:
-        root = psutil.Process(pid)
-        doomed = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for process in doomed:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+def lines_until(pipe: int, deadline: float) -> Iterator[str]:
+    """Lines that come out of a pipe, to its end. Raises TimeoutError, after what has come, at a monotonic time."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0:
+            if not selector.select(left):
+                continue
+            if not (read := os.read(pipe, 1 << 16)):
+                break
+            *whole, rest = (rest + read).split(b"\n")
+            yield from (f"{line.decode(errors='replace')}\n" for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+    if left <= 0:
+        raise TimeoutError
+
+
+def kill_marked(mark: str, deadline: float) -> list[int]:
+    """Kills all processes with this mark in their environment: a parent that has ended no longer leads to them. Returns
+    those that live on nevertheless at a monotonic time."""
+    while found := marked(mark):  # again, for a process may start another one while it is looked for
+        for process in found:
+            with suppress(psutil.Error):  # what cannot be killed is waited for, and told
+                process.kill()
+        psutil.wait_procs(found, LOOK_S)  # no longer: one that is dead, and not yet fetched by its parent, has no mark
+        if time.monotonic() >= deadline:
+            return [process.pid for process in marked(mark)]
+    return []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes of this user that were started with a mark."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
 
 
 def _told(text: str, most: int = 12) -> str:

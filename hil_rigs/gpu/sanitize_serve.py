@@ -64,7 +64,8 @@ BUDGET = 96  # above 64 a mixture takes other kernels, and so does a batch-invar
 class Steps:
     """Which kernels ran. A step is launched as a graph, so what each bucket's holds is noted while it is captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, tool: str) -> None:
+        self._tool = tool
         self.ran: set[str] = set()
         self._held: dict[Any, set[str]] = {}
         self._current: set[str] = set()
@@ -97,12 +98,12 @@ class Steps:
         before(StepGraphs, "launch", lambda graphs, graph: self.launched(graph.bucket))
 
     def _product(self, _: Any, x: Any, weight: Any, out: Any, residual: Any, *__: Any) -> None:
-        """A product by cuBLASLt. Its kernels store by TMA, which initcheck does not see: what they write is written
-        before them once more."""
+        """A product by cuBLASLt. Its kernels store by TMA, which initcheck does not see: under it what they write is
+        written before them once more. Under no other tool, for that would be a step that no engine runs."""
         import cupy as cp
 
         self._current.add(f"{LIBRARY}:{LIBRARY}")
-        if residual is None:
+        if self._tool == "initcheck" and residual is None:
             cp.cuda.runtime.memsetAsync(out.data.ptr, 0, out.nbytes, cp.cuda.get_current_stream().ptr)
 
     def launched(self, bucket: Any) -> None:
@@ -226,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     import cupy as cp
 
     cp.cuda.set_allocator(None)  # one allocation an array: within a pool a write beyond an end is nobody's fault
-    steps = Steps()
+    steps = Steps(options.tool)
     steps.patch()
     say(AT, "imported")
     if options.part != MODELS:

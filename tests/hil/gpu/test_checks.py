@@ -11,15 +11,18 @@ import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from blink_core.runtime.gpu_events import EventError
 from hil_rigs.gpu import all as all_checks
 from hil_rigs.gpu import freeze, interference, sanitize
 from hil_rigs.gpu.all import STAGES, Stage, chosen, run_all
 from hil_rigs.gpu.burn import burning, parse_cores, split_cores
 from hil_rigs.gpu.processes import Gpu, activity
 from hil_rigs.gpu.sanitize_serve import TOOLS
+from tests.hil.gpu import test_xid
 
 DEADLINE_S = 30.0
 
@@ -165,11 +168,14 @@ def finding(first: str) -> str:
 
 PROBE = finding('Program hit CUDA_ERROR_NOT_FOUND (error 500) due to "named symbol not found" on CUDA API call to '
                 "cuGetProcAddress_v2.")  # fmt: skip
-OTHER = finding('Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to '
+LOOKUP = finding('Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to '
+                 "cuGetProcAddress_v2.")  # fmt: skip
+OTHER = finding('Program hit CUDA_ERROR_NOT_INITIALIZED (error 3) due to "initialization error" on CUDA API call to '
                 "cuGetProcAddress_v2.")  # fmt: skip
 CALL = finding('Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to '
                "cuGraphLaunch.")  # fmt: skip
 READ = finding("Invalid __global__ read of size 4 bytes")
+UNPRINTED = "========= ERROR SUMMARY: 14 errors were not printed. Use --print-limit option to adjust the number\n"
 
 
 @pytest.mark.parametrize(
@@ -186,21 +192,34 @@ READ = finding("Invalid __global__ read of size 4 bytes")
         (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 1 error\n", 0, True),
         (f"SERVED a: 30 tokens\n{PROBE}{CALL}========= ERROR SUMMARY: 2 errors\n", 0, False),
         (f"SERVED a: 30 tokens\n{PROBE}{READ}========= ERROR SUMMARY: 2 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{LOOKUP}========= ERROR SUMMARY: 1 error\n", 0, True),
         (f"SERVED a: 30 tokens\n{OTHER}========= ERROR SUMMARY: 1 error\n", 0, False),
         (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 2 errors\n", 0, False),
+        # One process was killed, so that it gave no summary: its probes, or findings, and another's summary.
+        (f"SERVED a: 30 tokens\n{PROBE}{PROBE}{READ}{READ}========= ERROR SUMMARY: 2 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{PROBE}{PROBE}========= ERROR SUMMARY: 1 error\n", 0, False),
+        (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 0 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{READ}========= ERROR SUMMARY: 0 errors\n", 0, False),
+        (f"SERVED a: 30 tokens\n{PROBE}{PROBE}========= ERROR SUMMARY: 2 errors\n{UNPRINTED}", 0, False),
+        ("SERVED a: 30 tokens\n========= Of the tool itself\n========= ERROR SUMMARY: 0 errors\n", 0, True),
+        (f"SERVED a: 30 tokens\n{PROBE}========= ERROR SUMMARY: 1 error\n" * 2, 0, True),
     ],
 )
 def test_sanitizers_output_is_read(text: str, code: int | None, ok: bool) -> None:
-    """Catches: findings that are not counted; a tool that did not run, or with nothing under it, taken for clean."""
-    assert sanitize.read("memcheck", text, 1.0, code).ok == ok
+    """Catches: findings that are not counted; a tool that did not run, or with nothing under it, taken for clean;
+    probes of a process without a summary taken from the findings of another; a count below zero."""
+    found = sanitize.read("memcheck", text, 1.0, code)
+    assert found.ok == ok
+    assert found.findings is None or found.findings >= 0
 
 
 def test_sanitizers_findings_are_counted_once_and_told() -> None:
     """Catches: findings that were not printed counted twice; a log of many probes in which the one finding is lost."""
-    unprinted = "========= ERROR SUMMARY: 14 errors were not printed. Use --print-limit option to adjust the number\n"
-    text = f"{PROBE * 3}SERVED a: 30 tokens\n{READ}{CALL}{READ}========= ERROR SUMMARY: 6 errors\n{unprinted}"
+    text = f"{PROBE * 3}SERVED a: 30 tokens\n{READ}{CALL}{READ}========= ERROR SUMMARY: 20 errors\n{UNPRINTED}"
     found = sanitize.read("memcheck", text, 1.0, 0)
-    assert (found.findings, found.probes) == (3, 3)
+    assert (found.findings, found.probes, found.status) == (17, 3, "ended")
+    lost = sanitize.read("memcheck", f"{PROBE * 2}========= ERROR SUMMARY: 1 error\n", 1.0, 0)
+    assert lost.status == "PART OF IT WITHOUT A SUMMARY: 2 errors told, 1 summed up"
     assert sanitize.kinds(text) == [
         ("Invalid __global__ read of size # bytes", 2),
         (CALL.splitlines()[0].removeprefix("========= ").replace("error 1)", "error #)"), 1),
@@ -222,9 +241,11 @@ def test_stages_are_chosen_by_pattern() -> None:
         chosen("freez", "")
 
 
-def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a stage that hangs all others or leaves a child behind; one that failed, or skipped all it had, in a
-    table that says pass; a time that is over and nobody says what did not run."""
+def test_stages_that_hang_fail_or_skip_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a stage that hangs all others or leaves a child behind; one that failed, or skipped any of its tests, in
+    a table that says pass, or without the reason; a time that is over and nobody says what did not run."""
     pid = tmp_path / "pid"
     child = (
         "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
@@ -232,11 +253,14 @@ def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pyt
     )
     skipping = tmp_path / "test_skips.py"
     skipping.write_text("import pytest\n@pytest.mark.skip\ndef test_nothing(): pass\n")
+    partly = tmp_path / "test_partly.py"
+    partly.write_text(skipping.read_text().replace("skip", "skip('no driver here')") + "def test_one(): pass\n")
     planned = {
         "good": Stage(("-c", "print('fine')"), 30, 1),
         "bad": Stage(("-c", "import sys; print('wrong'); sys.exit(3)"), 30, 1),
         "hangs": Stage(("-c", child + "time.sleep(600)"), 5.0, 1),
         "skips": Stage((*all_checks.PYTEST, str(skipping)), 30, 1),
+        "partly": Stage((*all_checks.PYTEST, str(partly)), 30, 1),
         "alone": Stage(("-c", "print('after')"), 30, 1, alone=True),
     }
     monkeypatch.setattr(all_checks, "STAGES", planned)
@@ -246,8 +270,10 @@ def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pyt
         "bad": "FAIL 3",
         "hangs": "TIMEOUT",
         "skips": "SKIPPED",
+        "partly": "PARTLY",
         "alone": "pass",
     }
+    assert "no driver here" in capsys.readouterr().out
     gone = Path(f"/proc/{pid.read_text()}/stat")
     deadline = time.monotonic() + DEADLINE_S
     while gone.exists() and gone.read_text().rpartition(")")[2].split()[0] != "Z":
@@ -255,6 +281,33 @@ def test_stages_that_hang_fail_or_skip_are_told(tmp_path: Path, monkeypatch: pyt
     assert (ran["good"].said, ran["alone"].said) == ("fine", "after")
     late = run_all(["good"], jobs=1, limit_s=0.0, out=tmp_path, tail=100)
     assert [r.state for r in late] == ["NOT RUN"]
+
+
+def test_a_stage_that_skipped_a_test_is_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an exit status 0 for checks of which some did not run."""
+    file = tmp_path / "test_partly.py"
+    file.write_text("import pytest\n@pytest.mark.skip\ndef test_nothing(): pass\ndef test_one(): pass\n")
+    monkeypatch.setattr(all_checks, "STAGES", {"partly": Stage((*all_checks.PYTEST, str(file)), 30, 1)})
+    assert all_checks.main(["--out", str(tmp_path / "out")]) == 1
+    file.write_text("def test_one(): pass\n")
+    assert all_checks.main(["--out", str(tmp_path / "out")]) == 0
+
+
+def test_an_engine_that_does_not_watch_is_held_against_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an engine that cannot register for Xid errors where everybody else can, skipped on its own word; an NVML
+    that is not installed told as one that refuses."""
+    gives, refuses, missing = MagicMock(), EventError("gives no Xid events"), EventError("not installed")
+    refuses.__cause__, missing.__cause__ = OSError(), ImportError()
+    monkeypatch.setattr(test_xid, "NvmlEvents", gives)
+    with pytest.raises(pytest.fail.Exception, match="health says: not watched"):
+        test_xid.engine_does_not_watch("0000:01:00.0", "not watched")
+    gives.return_value.close.assert_called_once()
+    gives.side_effect = refuses
+    with pytest.raises(pytest.skip.Exception, match="gives no Xid events"):
+        test_xid.engine_does_not_watch("0000:01:00.0", "not watched")
+    gives.side_effect = missing
+    with pytest.raises(EventError, match="not installed"):
+        test_xid.engine_does_not_watch("0000:01:00.0", "not watched")
 
 
 def test_stages_that_share_leave_the_others_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

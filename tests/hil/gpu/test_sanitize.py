@@ -101,6 +101,48 @@ def test_a_run_that_is_cut_off_says_how_far_it_came(tmp_path: Path, capsys: pyte
     assert "TIMEOUT, at: step of mixed 96" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("sleep 60 & echo pid $!", None),
+        ("sleep 60 >/dev/null 2>&1 & echo pid $!", 0),
+        ("echo pid $$; exec sleep 60 >/dev/null 2>&1", None),
+    ],
+    ids=["holds the output", "has left the output", "has closed its own"],
+)
+def test_what_outlives_the_tool_neither_holds_it_nor_is_left(
+    script: str, code: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a tool that ends before its program, which holds the output: a wait without a deadline, and nobody finds
+    the program from its dead parent; one that is left on the GPU; a deadline that is over and is told as an end."""
+    begun = time.monotonic()
+    session = Session("", None, 2.0)
+    text, ended = session._run("memcheck", "dense", ["sh", "-c", script])
+    assert time.monotonic() - begun < DEADLINE_S
+    assert ended == code
+    assert text.endswith("\n")
+    await_gone(int(text.removeprefix("pid ")))
+    assert "live on" not in capsys.readouterr().out
+
+
+def test_output_is_read_by_lines() -> None:
+    """Catches: a line that came in two pieces told as two; the last one lost for want of its end, or to the deadline;
+    output that is no UTF-8 taken for the end of a run; a pipe that is held open waited for past the deadline."""
+    for closed in (True, False):
+        reading, writing = os.pipe()
+        with open(reading, "rb"), open(writing, "wb", buffering=0) as pipe:
+            lines = sanitize.lines_until(reading, time.monotonic() + (DEADLINE_S if closed else 2.0))
+            pipe.write(b"AT imp\nSER")
+            assert next(lines) == "AT imp\n"
+            pipe.write(b"VED \xff\nlast")
+            assert next(lines) == "SERVED \ufffd\n"
+            if closed:
+                pipe.close()
+            assert next(lines) == "last"
+            with pytest.raises(StopIteration if closed else TimeoutError):
+                next(lines)
+
+
 def test_whoever_ends_the_group_ends_all_of_it(tmp_path: Path) -> None:
     """Catches: a stage of `hil_rigs.gpu.all` that is killed and leaves its tools at work on the GPU."""
     tool = program(tmp_path, HANGS)
@@ -198,6 +240,7 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 RECORDER = """
 import sys
+tool, cleared = sys.argv[1], int(sys.argv[2])
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 for name in ("cupy", "nvmath", "nvmath.bindings"):
@@ -209,16 +252,16 @@ from blink_core.runtime.cuda_step import Bucket, CudaStep
 from hil_rigs.gpu.sanitize_serve import NO_FILE, Steps
 Kernel.launch = lambda self, *arguments, **named: None
 Kernels.get = lambda self, file, name, shared=0, **defines: Kernel(name, None)
-CublasLt.__call__ = lambda self, *arguments: None
+CublasLt.launch = lambda self, *arguments: None
 StepGraphs.launch = lambda self, graph: None
 CudaStep.run = lambda self, bucket, resident=False: self.work(bucket)
 CudaStep.work = lambda self, bucket: (
     Kernel("step_view", None).launch(1, 256),
     kernels.get("moe_one.cu" if bucket.decode else "moe.cu", "one" if bucket.decode else "many", HEAD=1).launch(1, 2),
-    None if bucket.decode else library(1, 2),
+    None if bucket.decode else [library.launch(out, out, out, residual, None) for residual in (None, out)],
 )
-kernels, library = Kernels("bfloat16"), CublasLt.__new__(CublasLt)
-steps, step, graphs = Steps(), CudaStep.__new__(CudaStep), StepGraphs.__new__(StepGraphs)
+kernels, library, out = Kernels("bfloat16"), CublasLt.__new__(CublasLt), MagicMock()
+steps, step, graphs = Steps(tool), CudaStep.__new__(CudaStep), StepGraphs.__new__(StepGraphs)
 steps.patch()
 decode, mixed = Bucket(1, 1, 1, True), Bucket(32, 4, 4, False)
 for bucket in (decode, mixed, decode):
@@ -228,18 +271,21 @@ graphs.launch(SimpleNamespace(bucket=decode))
 assert steps.ran == {"step_view.cu:step_view", "moe_one.cu:one"}, steps.ran
 graphs.launch(SimpleNamespace(bucket=mixed))
 assert steps.ran == {"step_view.cu:step_view", "moe_one.cu:one", "moe.cu:many", "cublasLt:cublasLt"}, steps.ran
+memset = sys.modules["cupy"].cuda.runtime.memsetAsync
+assert memset.call_count == cleared, memset.call_args_list
 from blink_core.ops.cuda_kv_sanitizer import KERNELS
 assert set(KERNELS) <= set(NO_FILE)
 print("recorded")
 """
 
 
-def test_kernels_of_a_step_count_when_it_is_launched() -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_kernels_of_a_step_count_when_it_is_launched(tool: str) -> None:
     """Catches: kernels that were only captured, or run on an empty plan, counted as looked at; a hook at a name that is
-    gone, so that nothing is recorded."""
-    done = subprocess.run(
-        [sys.executable, "-c", RECORDER], capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
-    )
+    gone, so that nothing is recorded; steps that are not the engine's, with outputs cleared for initcheck's sake, under
+    the tools that need none of it; an initcheck that takes cuBLASLt's outputs for uninitialised."""
+    command = [sys.executable, "-c", RECORDER, tool, str(int(tool == "initcheck"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
     assert done.stdout.strip().endswith("recorded"), done.stderr[-2000:]
 
 
@@ -316,6 +362,38 @@ def test_networks_are_made_as_the_parts_say() -> None:
         [sys.executable, "-c", NETWORKS], capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
     )
     assert done.stdout.strip().endswith("made"), done.stderr[-3000:]
+
+
+PRODUCTS = """
+import sys
+from unittest.mock import MagicMock
+sys.modules |= {name: MagicMock() for name in ("cupy", "nvmath", "nvmath.bindings")}
+from blink_core.ops import cuda_gemm
+from hil_rigs.gpu.sanitize_serve import BUDGET, PARTS
+cuda_gemm.multiprocessors = lambda reserved: 132
+used = set()
+for name, part in PARTS.items():
+    library = MagicMock()
+    library.plan.return_value.choice.tiles = 0  # not tuned
+    cuda_gemm.Gemm.library = lambda gemm, name=name, library=library: used.add(name) or library
+    for rows in range(1, BUDGET + 1):
+        gemm = cuda_gemm.Gemm(MagicMock(dtype=part.dtype), invariant=part.invariant)
+        x, weight, out = MagicMock(shape=(rows, 256)), MagicMock(), MagicMock(shape=(rows, 512))
+        weight.nk.shape = (512, 256)
+        gemm(x, weight, out)
+        list(gemm.by_pieces(x, weight, out))
+assert used == {"dense", "mixture"}, used
+print("looked at")
+"""
+
+
+def test_parts_whose_products_initcheck_sees() -> None:
+    """Catches: strict or batch-invariant products by cuBLASLt, of which initcheck sees nothing: then no part's would
+    show it an input that nobody wrote."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
+    )
+    assert done.stdout.strip() == "looked at", done.stderr[-2000:]
 
 
 def test_parts_differ_in_what_they_run() -> None:

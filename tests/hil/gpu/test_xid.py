@@ -1,7 +1,8 @@
 """A real Xid error: a process of its own writes to an address that is not there, and the driver tells the watcher.
 
 Only that process's context dies (Xid 31, a page fault; on some GPUs 13). NVML says on which GPU, not whose it was, so
-an engine beside it must note the error and serve on. Skipped without a GPU, and where NVML refuses the registration.
+an engine beside it must note the error and serve on. Skipped without a GPU, and where NVML refuses the registration:
+an engine's word for that is held against what NVML tells the test itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -68,11 +70,19 @@ def buses() -> list[str]:
 
 
 def watch(bus: str) -> NvmlEvents:
-    """Skips with NVML's reason where it refuses."""
+    """Skips with NVML's reason where it refuses. Raises EventError where there is no NVML to ask."""
     try:
         return NvmlEvents(bus)
     except EventError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise
         pytest.skip(f"{error} (kernel {platform.release()})")
+
+
+def engine_does_not_watch(bus: str, reason: str) -> NoReturn:
+    """Of an engine whose health says so. Skips where NVML refuses this process too; else it is the engine's fault."""
+    watch(bus).close()
+    pytest.fail(f"NVML gives this process the Xid events of GPU {bus}, but the engine's health says: {reason}")
 
 
 def events_of(source: NvmlEvents) -> Iterator[GpuEvent]:
@@ -137,9 +147,10 @@ def test_an_engine_outlives_another_process_fault(launch: str) -> None:
         assert rig.exited("engine") is None
         assert rig.memory.status("state") == EngineState.READY
         assert health.read().failure is None
+        bus = first_gpu(environment_of(rig.pid("engine"))).bus
         if refused:
-            pytest.skip(f"the engine served on; its health says: {refused[0]}")
+            engine_does_not_watch(bus, refused[0])
         event = RecordedEvents(recording).wait(DEADLINE_S)
         assert event is not None
         assert event.xid in APPLICATION_XIDS
-        assert event.gpu.lower() == first_gpu(environment_of(rig.pid("engine"))).bus.lower()
+        assert event.gpu.lower() == bus.lower()
