@@ -1,9 +1,11 @@
 // The scheduler among real threads, for ThreadSanitizer: front ends on their rings, a group of threads that runs the
-// scheduler, the model's thread. `threads GROUP REQUESTS [LEVEL [ROWS]]`: group size, requests of each ring, level of the
-// event log (all), rows of a step: with more than a few, one ring's plain requests run in all of them at once. Exits 0
-// when every request got one terminal event and its tokens in order; 3 for what is wrong otherwise, which it says; a
-// report of the sanitizer exits otherwise. Built from woven headers, it puts the mutant of the variable BLINK_MUTANT in
-// force.
+// scheduler, the model's thread. `threads GROUP REQUESTS [LEVEL [ROWS [SECONDS]]]`: group size (0: nobody serves),
+// requests of each ring, level of the event log (all), rows of a step: with more than a few, one ring's plain requests
+// run in all of them at once; seconds in which the front ends must be done. Exits 0 when every request got one terminal
+// event and its tokens in order; 3 for what is wrong otherwise; 4 when it was not done in time, which a slow machine
+// can cause: it says what; a report of the sanitizer exits otherwise. The variable BLINK_NAP_US has front ends wait so
+// long before each submission, as on a slow machine. Built from woven headers, it puts the mutant of the variable
+// BLINK_MUTANT in force.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,13 +22,27 @@ using namespace blink;
 
 namespace {
 
-constexpr uint32_t FEW_ROWS = 4, EPOCHS = 4;
+constexpr uint32_t FEW_ROWS = 4, EPOCHS = 4, SECONDS = 120;
 
 void require(bool ok, const char* what) {
   if (ok) return;
   std::fprintf(stderr, "failed: %s\n", what);
   std::exit(3);
 }
+
+// What front ends share with the group beyond the engine's memory.
+struct Common {
+  Clock::time_point deadline;
+  std::chrono::microseconds nap;
+  // Entries of the first plain batch, once all are there. Relaxed: it must not order them.
+  std::atomic<uint64_t> batch{0};
+
+  void in_time(const char* what) const {
+    if (Clock::now() < deadline) return;
+    std::fprintf(stderr, "not in time: %s\n", what);
+    std::_Exit(4);  // another front end is likely here too, and only one thread may `exit`
+  }
+};
 
 Config make_config(LogLevel level, uint32_t rows) {
   const bool few = rows <= FEW_ROWS;
@@ -85,8 +101,8 @@ uint64_t sum_words(const void* data, uint32_t words) {
 // One front end: keeps its slots busy, cancels some, posts masks, returns credits, attaches anew between batches.
 class FrontEnd {
  public:
-  FrontEnd(const Context& c, uint32_t ring, uint32_t requests)
-      : c_(c),
+  FrontEnd(const Context& c, Common& common, uint32_t ring, uint32_t requests)
+      : common_(common),
         m_(c.ring(ring)),
         k_(*c.config),
         plain_(k_.max_rows > FEW_ROWS),
@@ -105,6 +121,10 @@ class FrontEnd {
         for (uint32_t slot = 0; refill && slot < k_.slots && batch > 0; ++slot) {
           if (!slots_[slot].alive) submit(slot), --batch;
         }
+        if (plain_ && common_.batch.load(std::memory_order_relaxed) == 0) {
+          common_.batch.store(sq_, std::memory_order_relaxed);
+        }
+        common_.in_time("requests have not ended");
         store_release(&m_.front_end->lease, ++lease_);
         consume();
         std::this_thread::yield();
@@ -119,9 +139,8 @@ class FrontEnd {
     for (uint32_t i = 0; i < k_.masks; ++i) store_release(&m_.mask_boxes[i].ready, 0);
     store_release(&m_.front_end->cq_head, 0);
     store_release(&m_.front_end->epoch, epoch);
-    const auto deadline = Clock::now() + std::chrono::seconds(20);
     while (load_acquire(&m_.gpu->epoch_ack) != epoch) {
-      require(Clock::now() < deadline, "no acknowledgement of an epoch");
+      common_.in_time("no acknowledgement of an epoch");
       std::this_thread::yield();
     }
     sq_ = head_ = live_ = 0;
@@ -129,9 +148,8 @@ class FrontEnd {
   }
 
   void publish(Op op, uint32_t slot) {
-    const auto deadline = Clock::now() + std::chrono::seconds(20);
     while (sq_ - load_acquire(&m_.gpu->sq_head) >= k_.sq_entries) {
-      require(Clock::now() < deadline, "no room in the submission queue");
+      common_.in_time("no room in the submission queue");
       store_release(&m_.front_end->lease, ++lease_);
       consume();
     }
@@ -141,6 +159,7 @@ class FrontEnd {
   }
 
   void submit(uint32_t slot) {
+    if (common_.nap.count() > 0) std::this_thread::sleep_for(common_.nap);
     Slot s{};
     s.generation = ++slots_[slot].generation;
     s.prompt_len = 1 + random_() % 20;
@@ -225,7 +244,7 @@ class FrontEnd {
     uint32_t generation, index, pairs;
   };
 
-  const Context& c_;
+  Common& common_;
   RingMemory m_;
   const Config& k_;
   const bool plain_;
@@ -297,8 +316,19 @@ void check_launch(const Context& c) {
   }
 }
 
+// Takes the first plain batch as a whole, so that no pace of its submissions keeps every boundary from being steady.
+void gather_batch(const Context& c, NamingGroup& g, const Common& common) {
+  bool all;
+  do {
+    poll_rings(c, g, clock_us());
+    const uint64_t batch = common.batch.load(std::memory_order_relaxed);
+    all = g.broadcast(batch != 0 && c.rings[0].sq_next >= batch ? 1 : 0) != 0;
+  } while (!all);
+}
+
 // The loop of a group of several threads, as one on a GPU runs it.
-void run_group(const Context& c, NamingGroup g, std::atomic<uint32_t>& phase) {
+void run_group(const Context& c, NamingGroup g, const Common& common, std::atomic<uint32_t>& phase) {
+  if (c.config->max_rows > FEW_ROWS) gather_batch(c, g, common);
   while (true) {
     const bool launch = begin_boundary(c, g, clock_us());
     if (launch && g.rank() == 0) check_launch(c);
@@ -318,7 +348,8 @@ void run_group(const Context& c, NamingGroup g, std::atomic<uint32_t>& phase) {
   if (g.rank() == 0) phase.store(3, std::memory_order_release);
 }
 
-void serve_team(const Context& c, uint32_t size, uint64_t& sink) {
+// Returns how many boundaries the group took together.
+uint64_t serve_team(const Context& c, const Common& common, uint32_t size, uint64_t& sink) {
   Scratch scratch{};
   std::vector<NextRow> rows(std::min(c.config->max_rows, STEADY_ROWS));
   scratch.next.row = rows.data();
@@ -327,7 +358,7 @@ void serve_team(const Context& c, uint32_t size, uint64_t& sink) {
   std::atomic<uint32_t> phase{0};
   std::vector<std::thread> members;
   for (uint32_t rank = 0; rank < size; ++rank) {
-    members.emplace_back([&, rank] { run_group(c, NamingGroup(c, scratch, team, rank), phase); });
+    members.emplace_back([&, rank] { run_group(c, NamingGroup(c, scratch, team, rank), common, phase); });
   }
   while (true) {
     const uint32_t now = phase.load(std::memory_order_acquire);
@@ -343,6 +374,7 @@ void serve_team(const Context& c, uint32_t size, uint64_t& sink) {
   for (std::thread& member : members) member.join();
   const bool plain = c.config->max_rows > FEW_ROWS;
   require(!plain || scratch.steady > 0, "no boundary was taken by the group together");
+  return scratch.steady;
 }
 
 // The shipped loop: a scheduler thread and its hand-over to the model.
@@ -359,21 +391,31 @@ void serve_alone(Scheduler& scheduler, uint64_t& sink) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  require(argc >= 3 && argc <= 5, "usage: threads GROUP REQUESTS [LEVEL [ROWS]]");
+  require(argc >= 3 && argc <= 6, "usage: threads GROUP REQUESTS [LEVEL [ROWS [SECONDS]]]");
 #if __has_include("mutant.hpp")
   if (const char* mutant = std::getenv("BLINK_MUTANT")) active_mutant = uint32_t(std::atoi(mutant));
 #endif
   const uint32_t size = uint32_t(std::atoi(argv[1])), requests = uint32_t(std::atoi(argv[2]));
+  require(requests > 0, "REQUESTS must be at least 1");
   const Config k = make_config(argc > 3 ? LogLevel(std::atoi(argv[3])) : LogLevel::ALL,
                                argc > 4 ? uint32_t(std::atoi(argv[4])) : FEW_ROWS);
   Memory memory(k);
   Scheduler scheduler(memory.shared.get(), memory.state.get(), memory.log.get(), memory.plan.get());
   scheduler.init();
   const Context& c = scheduler.context();
-  uint64_t sink = 0;
-  std::thread serving([&] { size == 1 ? serve_alone(scheduler, sink) : serve_team(c, size, sink); });
+  uint64_t sink = 0, steady = 0;
+  const char* nap = std::getenv("BLINK_NAP_US");
+  Common common{Clock::now() + std::chrono::seconds(argc > 5 ? uint32_t(std::atoi(argv[5])) : SECONDS),
+                std::chrono::microseconds(nap == nullptr ? 0 : std::atoi(nap))};
+  std::thread serving([&] {
+    if (size == 1) {
+      serve_alone(scheduler, sink);
+    } else {
+      steady = serve_team(c, common, size, sink);
+    }
+  });
   std::vector<FrontEnd> fronts;
-  for (uint32_t ring = 0; ring < k.rings; ++ring) fronts.emplace_back(c, ring, requests);
+  for (uint32_t ring = 0; ring < k.rings; ++ring) fronts.emplace_back(c, common, ring, requests);
   std::vector<std::thread> workers;
   for (FrontEnd& front : fronts) workers.emplace_back([&] { front.run(); });
   for (std::thread& worker : workers) worker.join();
@@ -381,10 +423,10 @@ int main(int argc, char** argv) {
   serving.join();
   uint64_t ended = 0, tokens = 0, finished = 0;
   for (const FrontEnd& front : fronts) ended += front.ended, tokens += front.tokens, finished += front.finished;
-  std::printf("steps %llu ended %llu finished %llu tokens %llu evictions %llu hits %llu preemptions %llu\n",
+  std::printf("steps %llu ended %llu finished %llu tokens %llu evictions %llu hits %llu preemptions %llu steady %llu\n",
               (unsigned long long)c.head->committed, (unsigned long long)ended, (unsigned long long)finished,
               (unsigned long long)tokens, (unsigned long long)c.head->evictions, (unsigned long long)c.head->hits,
-              (unsigned long long)c.head->preemptions);
+              (unsigned long long)c.head->preemptions, (unsigned long long)steady);
   require(c.head->live == 0 && c.head->running == 0, "requests alive at the end");
   return 0;
 }

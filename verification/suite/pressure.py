@@ -19,6 +19,7 @@ from verification.program import Program, RequestSpec
 from verification.result import CheckResult, Measurement, Verdict
 
 PACED = 16  # tokens of a paced request that is to be met: several looks, when there is one at every fifth event
+CROWD, NEIGHBOURS = 4, 2  # mask mailboxes that a paced crowd and neighbours need at least
 
 
 def _request(subject: Subject, rng: random.Random, prompt: int | tuple[int, ...], new: int, paced: bool) -> RequestSpec:
@@ -29,10 +30,15 @@ def _request(subject: Subject, rng: random.Random, prompt: int | tuple[int, ...]
     return RequestSpec(prompt, params, mask_seed=rng.getrandbits(32) if paced else None)
 
 
+def can_pace(subject: Subject, wanted: int = 1) -> bool:
+    """Whether the engine has so many mask mailboxes. On one that has not, what is drawn must do."""
+    return int(subject.rig.descriptor.config.masks) >= wanted
+
+
 def _mailboxes(subject: Subject, wanted: int) -> int:
     """Mask mailboxes of the engine, so many at least."""
     masks = int(subject.rig.descriptor.config.masks)
-    if masks < wanted:
+    if not can_pace(subject, wanted):
         raise ValueError(f"masks is {masks}, a paced program needs at least {wanted}")
     return masks
 
@@ -41,12 +47,14 @@ def crowd(subject: Subject, seed: int, *, paced: bool = False) -> Program:
     """Requests that are admitted at once and outgrow the pool: one must give way, whatever the engine's pace.
 
     Run it with `together`. paced: with masks, so that looks meet the one that gave way when it runs again: the first to
-    give way has about half of its tokens left then.
+    give way has about half of its tokens left then. Each of them is a round trip: there are no more than that takes.
     """
     config, rng = subject.rig.descriptor.config, random.Random(seed)
     tokens = (config.pages - 2) * config.page_size
-    rows = min(config.max_rows, _mailboxes(subject, 4) if paced else 8, 8)
-    prompt, new = tokens // (2 * rows), tokens // rows  # half of the pool at first, one and a half at the end
+    rows = min(config.max_rows, _mailboxes(subject, CROWD) if paced else 8, 8)
+    share = tokens // rows
+    new = min(share, 2 * PACED) if paced else share
+    prompt = share - new // 2  # the pool is full when each has half of its tokens
     return Program(tuple(_request(subject, rng, prompt, new, paced) for _ in range(rows)))
 
 
@@ -58,7 +66,7 @@ def neighbours(subject: Subject, seed: int) -> Program:
     whole step, which ends inside a page where `token_budget` is no multiple of the page size; another one follows.
     """
     config, rng = subject.rig.descriptor.config, random.Random(seed)
-    _mailboxes(subject, 2)
+    _mailboxes(subject, NEIGHBOURS)
     gone = _request(subject, rng, 2, PACED, True)
     stays = _request(subject, rng, 2 * config.page_size + 1, PACED, True)
     fresh = _request(subject, rng, config.token_budget + 3, PACED, True)
@@ -66,9 +74,20 @@ def neighbours(subject: Subject, seed: int) -> Program:
     return Program((replace(gone, cancel_after=1), stays, follows))
 
 
+def room_beyond(subject: Subject, beyond: int) -> bool:
+    """Whether several looks can meet a paced request that has more than `beyond` tokens."""
+    return beyond + PACED <= subject.shape.longest
+
+
 def long(subject: Subject, seed: int, beyond: int) -> Program:
-    """One paced request, which soon has more than `beyond` tokens and is then met by several looks."""
+    """One paced request, which soon has more than `beyond` tokens and is then met by several looks.
+
+    ValueError where the longest sequence leaves no room for them.
+    """
     _mailboxes(subject, 1)
+    if not room_beyond(subject, beyond):
+        longest = subject.shape.longest
+        raise ValueError(f"a sequence has at most {longest} tokens, {beyond} and {PACED} to be met in are wanted")
     new = min(2 * PACED, subject.shape.longest - beyond)
     return Program((_request(subject, random.Random(seed), beyond, new, True),))
 

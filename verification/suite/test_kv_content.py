@@ -14,7 +14,7 @@ from verification.fixtures import Judge, Subject
 from verification.program import Program
 from verification.properties import kv_content, kv_schedules
 from verification.suite.observation import Observation
-from verification.suite.pressure import crowd, long, neighbours
+from verification.suite.pressure import CROWD, can_pace, crowd, long, neighbours, room_beyond
 from verification.suite.running import serve
 from verification.suite.situations import Lengths
 
@@ -28,11 +28,11 @@ LOOKS = 5  # events between two looks at a paced program
 
 
 def _leading(subject: Subject, lengths: Lengths, seed: int) -> list[Program]:
-    """A program in which looks meet a long request, where one is wanted, whatever the engine's pace. The engine of the
-    model under test has no masks to pace it with: its steps are so long that looks meet its requests anyway."""
-    if not subject.rig.descriptor.config.masks or not lengths.limits:
-        return []
-    return [long(subject, seed, max(lengths.limits.values()))]
+    """A program in which looks meet a long request, where one is wanted and can be, whatever the engine's pace. The
+    engine of the model under test has no masks to pace it with: its steps are so long that looks meet its requests
+    anyway."""
+    limits = [limit for limit in lengths.limits.values() if room_beyond(subject, limit)]
+    return [long(subject, seed, max(limits))] if limits and can_pace(subject) else []
 
 
 def _check(subject: Subject, record: Recorder, judge: Judge, seed: int, programs: int) -> None:
@@ -109,7 +109,7 @@ def _schedules(subject: Subject, record: Recorder, judge: Judge, seed: int, prog
     compared: dict[tuple[int, int, int], frozenset[str]] = {}
     positions = 0
     # These have all that is wanted, whatever the engine's pace; what is drawn has it in other mixtures.
-    leading = [crowd(subject, seed, paced=True), neighbours(subject, seed)]
+    leading = [crowd(subject, seed, paced=True), neighbours(subject, seed)] if can_pace(subject, CROWD) else []
     for index, program in enumerate([*leading, *subject.draw(seed, programs[1])], -len(leading)):
         seen = frozenset[str]().union(*compared.values())
         if index >= programs[0] and positions >= FEWEST_ROWS and seen >= set(wanted):

@@ -18,7 +18,7 @@ from verification.faults.wrong_plans import FAULTS, FILE, command, seed_of
 from verification.fixtures import Judge, Subject
 from verification.program import Program, RequestSpec
 from verification.properties import kv_sanitizer
-from verification.suite.pressure import KvPressure, crowd, neighbours
+from verification.suite.pressure import NEIGHBOURS, KvPressure, can_pace, crowd, neighbours
 from verification.suite.running import serve
 
 NEEDS = ("cpu", "shared-memory", "oracle", "kv-sanitizer")
@@ -32,7 +32,9 @@ STRIKES, MOST_STRIKES = 3, 12  # times that each fault is planted, and programs 
 
 def _run(subject: Subject, programs: list[Program], fewest: int, judge: Judge, seed: int) -> None:
     """Runs programs until the pressure was there; every one must leave the sanitizer quiet."""
-    leading = [crowd(subject, seed), neighbours(subject, seed)]  # there is all pressure in them, the rest is drawn
+    leading = [crowd(subject, seed)]
+    if can_pace(subject, NEIGHBOURS):  # then there is all pressure in them; the rest is drawn
+        leading.append(neighbours(subject, seed))
     kv, pressure = KvReports(subject.rig.descriptor), KvPressure(subject.rig.descriptor.config)
     start = kv.counters()
     for index, program in enumerate([*leading, *programs]):

@@ -17,6 +17,7 @@ from verification.plugin_session import leave_out
 from verification.program import Program, RequestSpec, Shape
 from verification.properties import kv_conservation, kv_content, prefix_cache, queue_ordering, token_equivalence
 from verification.suite.observation import Observation
+from verification.suite.pressure import can_pace
 from verification.suite.running import serve
 
 pytestmark = [pytest.mark.capability("cpu", "shared-memory", "oracle")]
@@ -82,7 +83,7 @@ def test_shared_pages(sharing: Subject, record: Recorder, judge: Judge, seed: in
     rng = random.Random(seed)
     rows: list[kv_content.Gathered] = []
     for _ in range(MOST_PROGRAMS):
-        program = draw_shared(rng, sharing.shape, sampled=False, paced=True)
+        program = draw_shared(rng, sharing.shape, sampled=False, paced=can_pace(sharing))
         observation, before = Observation(sharing), sharing.snapshot(log_from=2**63)
         history = serve(sharing, program, judge, every=3, observe=observation)
         after = sharing.snapshot(log_from=int(before.header["log_tail"]))

@@ -23,7 +23,10 @@ from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.model import PRODUCT, Mutant
 
 SOURCE = PRODUCT / "tests" / "planted" / "threads.cpp"
-_OBJECTS = 3  # exit code of the program for what it finds wrong itself
+_OBJECTS = 3  # exit code of the program for what it finds wrong itself; a deadline of its own has another
+_LEAST_S = 1.0  # seconds of a run, however little is left
+_SOONER_S = 2.0  # by which the program's deadline is before ours, so that it says what it waits for
+_FEW_ROWS = 4  # of a step, unless many are asked for
 REPORT = "WARNING: ThreadSanitizer: data race"
 _OPTIONS = ("-std=c++20", "-O1", "-g", "-w", "-fsanitize=thread", "-pthread")
 
@@ -42,19 +45,15 @@ class Races:
         return mutant.file.endswith("/atomics.hpp")
 
     def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """One run of some 50 requests a ring."""
-        program = _built(product.mutant)
+        """One run of some 50 requests a ring. Raises RuntimeError for one that ends otherwise than by a race."""
         requests = random.Random(f"races/{seed}").randrange(40, 80)
-        done = subprocess.run(
-            [str(program), "1", str(requests)],
-            capture_output=True,
-            text=True,
-            timeout=max(1.0, left(deadline)),
-            check=False,
-            env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
-        )
+        done = _ran(_built(product.mutant), 0, deadline, 1, requests, LogLevel.ALL, _FEW_ROWS)
         race = reported(done.stderr)
-        return None if race is None else found(self, "data race", race)
+        if race is not None:
+            return found(self, "data race", race)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-300:]}")
+        return None
 
 
 class GroupRaces:
@@ -84,20 +83,14 @@ class GroupRaces:
         _woven(os.environ)
 
     def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """One run at each level, and one of many rows. Raises RuntimeError for one that ends without a word."""
+        """One run at each level, and one of many rows. Raises RuntimeError for one that ends otherwise: it crashed, or
+        was not done in time, which a busy machine can cause."""
         program, identity = _woven(product.environ)
         rng = random.Random(f"group-races/{seed}")
         rows = rng.randrange(70, 90)
-        runs = [(rng.randrange(150, 250), LogLevel.DECISIONS), (rng.randrange(150, 250), LogLevel.ALL)]
-        for requests, level, *more in [*runs, (2 * rows, LogLevel.DECISIONS, rows)]:
-            done = subprocess.run(
-                [str(program), "3", *map(str, (requests, int(level), *more))],
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, left(deadline) - 1.0),
-                check=False,
-                env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "BLINK_MUTANT": str(identity)},
-            )
+        runs = [(rng.randrange(150, 250), level, _FEW_ROWS) for level in (LogLevel.DECISIONS, LogLevel.ALL)]
+        for requests, level, width in [*runs, (2 * rows, LogLevel.DECISIONS, rows)]:
+            done = _ran(program, identity, deadline, 3, requests, level, width)
             race = reported(done.stderr)
             if race is not None:
                 return found(self, "data race in a group", race)
@@ -106,6 +99,22 @@ class GroupRaces:
             if done.returncode:
                 raise RuntimeError(f"level {level}: exit code {done.returncode}: {done.stderr[-300:]}")
         return None
+
+
+def _ran(
+    program: Path, identity: int, deadline: float, group: int, requests: int, level: LogLevel, rows: int
+) -> subprocess.CompletedProcess[str]:
+    """One run of the program, with what is left until the deadline."""
+    limit = max(_LEAST_S, left(deadline) - 1.0)
+    own = max(_LEAST_S, limit - _SOONER_S)
+    return subprocess.run(
+        [str(program), *map(str, (group, requests, int(level), rows, int(own)))],
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+        env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "BLINK_MUTANT": str(identity)},
+    )
 
 
 def _woven(environ: Mapping[str, str]) -> tuple[Path, int]:
