@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from verification.serving import TINY_SIZES, serving
 
 def swapped_pages(model: Path, end: Callable[[], None] = lambda: None, **options: Any) -> None:
     """An engine of the suite that exchanges two pages of a block table, and a test that does not mind."""
-    run = RunContext("kv-reports", "local", "smoke", None, 7, "given", None)
+    run = RunContext(f"kv-reports-{os.getpid()}", "local", "smoke", None, 7, "given", None)
     command = ("-m", "verification.faults.wrong_plans")
     with serving(
         run, "watched", model, TINY_SIZES, http=False, kv_sanitizer=True, engine_command=command, **options

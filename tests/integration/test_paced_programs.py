@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ SEEDS = range(4)
 def fast(request: pytest.FixtureRequest) -> Iterator[LocalRig]:
     """An engine whose model costs nothing, so that it runs far ahead of any reader that it need not wait for: with that
     page size and budget of a step."""
-    run = RunContext("paced", "local", "smoke", None, 7, "given", None)
+    run = RunContext(f"paced-{os.getpid()}", "local", "smoke", None, 7, "given", None)
     size, budget = request.param
     sizes = TINY_SIZES | {"page_size": size, "pages": 2 + 256 // size, "token_budget": budget}
     with serving(run, "paced", None, sizes, http=False, capture=False) as rig:

@@ -5,6 +5,7 @@ And a fault under a test's own load, which must leave an engine for the tests th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def loaded(
 def test_engine_that_was_killed_serves_the_tests_after() -> None:
     """Catches: an engine that a fault replaced and that stays declared dead because a test ran a program meanwhile, so
     that every later test is blocked; a rig that broke for another reason declared mended with it."""
-    run = RunContext("r1", "local", "smoke", None, 7, "given", None)
+    run = RunContext(f"r1-{os.getpid()}", "local", "smoke", None, 7, "given", None)
     run.break_rig("it was broken before", fixture="tiny")
     with loaded(run) as (subject, bench):
         with bench("engine-kill") as hit:
@@ -92,7 +93,7 @@ def test_engine_that_was_killed_serves_the_tests_after() -> None:
 
 def test_stop_that_outlasts_the_heartbeat_limit_decides_nothing() -> None:
     """Catches: a stop whose real length nobody looks at, so that a late SIGCONT is blamed on the engine, or passes."""
-    run = RunContext("r1", "local", "smoke", None, 7, "given", None)
+    run = RunContext(f"r1-{os.getpid()}", "local", "smoke", None, 7, "given", None)
     with loaded(run) as (_, bench), bench("engine-stop") as hit:
         pass
     assert len(hit.requests) == 1
@@ -107,7 +108,7 @@ def test_stop_that_outlasts_the_heartbeat_limit_decides_nothing() -> None:
 def test_rig_that_says_it_goes_on_is_held_to_it() -> None:
     """Catches: a rig whose description promises streams without its host process, and which stands still with it,
     passed because the streams go on once the process is continued."""
-    run = RunContext("r1", "local", "smoke", None, 7, "given", None)
+    run = RunContext(f"r1-{os.getpid()}", "local", "smoke", None, 7, "given", None)
     goes_on = load_rig("local").model_copy(update={"when_host_stops": "goes-on"})
     with (
         loaded(run, goes_on) as (_, bench),
