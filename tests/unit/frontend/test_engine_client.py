@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -190,6 +190,19 @@ async def lost(client: RingEngineClient, words: str) -> None:
         await all_of(client, [1])
 
 
+async def poll_by(monkeypatch: pytest.MonkeyPatch, client: RingEngineClient, poll: Callable[[float], Array]) -> None:
+    """Replaces what the polling thread calls, and waits until it has called it: one of before may still be under way,
+    and would bring whatever the engine says of a request."""
+    called = threading.Event()
+
+    def noted(timeout: float) -> Array:
+        called.set()
+        return poll(timeout)
+
+    monkeypatch.setattr(client._ring, "poll", noted)
+    assert await asyncio.to_thread(called.wait, DEADLINE_S)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("a bug"), MemoryError("a bug"), OSError("a bug")])
 def test_polling_thread_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Catches: an exception nobody expected that ends the polling thread in silence, or a RuntimeError taken for a
@@ -205,7 +218,7 @@ def test_polling_thread_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, erro
                     raise error
                 return events
 
-            monkeypatch.setattr(client._ring, "poll", failing)
+            await poll_by(monkeypatch, client, failing)
             await lost(client, "a bug")
 
     asyncio.run(scenario())
@@ -241,7 +254,7 @@ def test_event_that_means_nothing_is_the_loss_of_the_engine(
                 return batch
 
             client._queues[99, 1] = queue
-            monkeypatch.setattr(client._ring, "poll", forging)
+            await poll_by(monkeypatch, client, forging)
             await lost(client, words)
             assert await queue.get() == Finished(FinishReason(1), 0)
 
@@ -260,7 +273,7 @@ def test_superseded_front_end_says_so_and_leaves_the_ring(monkeypatch: pytest.Mo
             def silent(timeout: float) -> Array:
                 return poll(timeout)[:0]  # so that the request does not end before
 
-            monkeypatch.setattr(client._ring, "poll", silent)
+            await poll_by(monkeypatch, client, silent)
             task = asyncio.create_task(lost(client, "superseded by epoch 2"))
             while not client._queues:
                 await asyncio.sleep(0)
