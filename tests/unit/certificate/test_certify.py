@@ -316,6 +316,7 @@ def test_signal_behind_the_last_look_is_not_lost(tmp_path: Path) -> None:
 
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
+            threading.Event().wait(timeout)  # a loop that spins would take the run its processor, and then its time
             return False
 
     late = Late()
