@@ -86,6 +86,8 @@ def supervise(
     """Run pytest to its end or to the deadline, or until `interrupted` is set (`interruptible`), be it in the last
     moment. Returns what went wrong with the process, None when nothing did."""
     arguments, environment = _child(options, context, limits, root or root_of(options))
+    # An earlier run's journal would be read until pytest begins its own: its end for this one's, half a line for a whole.
+    (options.out / JOURNAL).unlink(missing_ok=True)
     reader = JournalReader(options.out / JOURNAL)
     trouble: str | None = None
     with log.open("wb") as stream, ProgressDisplay(Console(stderr=True)) as display:

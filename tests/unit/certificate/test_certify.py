@@ -331,6 +331,18 @@ def test_signal_behind_the_last_look_is_not_lost(tmp_path: Path) -> None:
     assert supervise(options, context, limits, tmp_path / "log", deadline, late) is None
 
 
+def test_end_of_an_earlier_journal_is_not_this_runs(tmp_path: Path) -> None:
+    """Catches: a run that dies before its session in a folder with a whole journal, taken for one that ended well."""
+    out, suite = tmp_path / "out", write(tmp_path / "suite", PASSING)
+    out.mkdir()
+    options, deadline = Options("local", None, "smoke", out, 5, suite=suite), Deadline(time.monotonic() + 60, "passed")
+    context = RunContext("r1", "local", "smoke", None, 5, "given", out)
+    limits, never = load("local").profile("smoke"), threading.Event()
+    assert supervise(options, context, limits, tmp_path / "log", deadline, never) is None
+    (suite / "conftest.py").write_text("import os\nos._exit(0)\n")
+    assert (supervise(options, context, limits, tmp_path / "log", deadline, never) or "").startswith("pytest crashed")
+
+
 def test_killed_run_leaves_nothing_running(tmp_path: Path) -> None:
     """Catches: a suite that goes on as an orphan, with its engines, when `certify` itself is killed."""
     process, _, _ = hanging_run(tmp_path)
