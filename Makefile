@@ -113,10 +113,11 @@ bench: install-dev model
 	@$(PY) -m verification.benchmarks.linearisability
 	@$(PY) -m verification.benchmarks.kv_sanitizer --model "$(or $(MODEL),$(DEFAULT_MODEL))"
 
-# Smoke profiles with different seeds, one after the other; RUNS=20 takes an hour on two cores.
+# Smoke profiles with different seeds, SIDE of them at once; RUNS=20 takes an hour on two cores.
 RUNS ?= 20
+SIDE ?= 1
 flakes: install-verify model
-	@$(PY) -m verification.benchmarks.flakes --runs $(RUNS) --model "$(or $(MODEL),$(DEFAULT_MODEL))"
+	@$(PY) -m verification.benchmarks.flakes --runs $(RUNS) --jobs $(SIDE) --model "$(or $(MODEL),$(DEFAULT_MODEL))"
 
 clean:
 	rm -rf build allure-results .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

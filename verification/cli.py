@@ -92,6 +92,12 @@ def certify_command(
         str | None,
         typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts; goes on where it was interrupted."),
     ] = None,
+    count: Annotated[
+        int | None, typer.Option("--shards", metavar="N", min=1, help="Run N parts side by side, then join them.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="With --shards: so many at once (default: one a two cores).")
+    ] = None,
     corpus: Annotated[
         Path | None,
         typer.Option("--corpus", help="Failures that nightly and full run first (default: beside the models)."),
@@ -103,7 +109,10 @@ def certify_command(
 ) -> None:
     """Run the suite on a rig. Exit 0 passed, 1 a property failed, 2 could not run."""
     from verification.certificate.certify import certify
+    from verification.certificate.fleet import follow_parent
+    from verification.certificate.side_by_side import certify_shards
 
+    follow_parent()
     if rig is not None and rig_file is not None:
         raise _fail(f"--rig {rig} and --rig-file {rig_file}: name one rig")
     if rig_file is not None and rig_file.suffix not in (".yaml", ".yml"):
@@ -113,6 +122,23 @@ def certify_command(
     if known_issues is not None:
         _load_issues(known_issues)
         more += ("--blink-known-issues", str(known_issues.resolve()))
+    if count is not None:
+        if shard is not None or agree_with is not None:
+            raise _fail("--shards runs all parts; --shard and --agree-with are of one run")
+        words = ["--rig", chosen, "--model", model, "--profile", profile]
+        given = {
+            "--seed": seed,
+            "--key": key,
+            "--deadline": deadline,
+            "--known-issues": known_issues,
+            "--corpus": corpus,
+        }
+        words += [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        words += ["--fail-fast"] * fail_fast + ["--bundle-prompts"] * bundle_prompts
+        whole = certify_shards(words, chosen, profile, out.resolve(), seed, count, jobs, key=key, as_json=as_json)
+        raise typer.Exit(whole)
+    if jobs is not None:
+        raise _fail(f"--jobs {jobs} is of --shards")
     code = certify(
         chosen,
         model,

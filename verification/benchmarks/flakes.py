@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,10 @@ from typing import Any
 
 from verification.certificate.certify import certify
 from verification.certificate.collector import DESELECTED
+from verification.certificate.fleet import follow_parent, run_fleet
 from verification.certificate.outcomes import Outcome
 from verification.certificate.output import REPORT
-from verification.certificate.supervise import INTERRUPTED
+from verification.certificate.supervise import INTERRUPTED, interruptible
 
 EXPECTED = (Outcome.PASSED, Outcome.FILTERED)
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=None)
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--out", type=Path, default=Path("out/flakes"))
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs side by side; two cores each are needed")
     parser.add_argument("-k", dest="select", default=None, help="only these tests, as pytest selects them")
     parser.add_argument(
         "--tally", type=Path, nargs="+", metavar="DIR", help="run nothing, count what these folders hold"
@@ -107,9 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.runs < 1:
         parser.error(f"--runs is {chosen.runs}, at least 1 is needed")
+    if chosen.jobs < 1:
+        parser.error(f"--jobs is {chosen.jobs}, at least 1 is needed")
     tally = Tally()
     if chosen.tally:
         return _tell(tally, chosen.tally)
+    if chosen.jobs > 1:
+        return _side_by_side(tally, chosen)
+    follow_parent()
     with _Signals() as signals:
         for seed in range(chosen.first_seed, chosen.first_seed + chosen.runs):
             if signals.came:
@@ -118,6 +125,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run(tally, chosen, seed, signals)
     print("\n".join(tally.lines()), flush=True)
     return tally.code
+
+
+def _side_by_side(tally: Tally, chosen: argparse.Namespace) -> int:
+    """Makes every run in a process of its own, then counts what they left."""
+    seeds = [str(seed) for seed in range(chosen.first_seed, chosen.first_seed + chosen.runs)]
+    if stale := [seed for seed in seeds if (chosen.out / f"seed-{seed}").exists()]:
+        print(f"error: {chosen.out} holds runs of the seeds {', '.join(stale)}: name another folder", file=sys.stderr)
+        return 2
+    given = {"--model": chosen.model, "-k": chosen.select}
+    words = [sys.executable, "-m", "verification.benchmarks.flakes", "--rig", chosen.rig, "--profile", chosen.profile]
+    words += ["--runs", "1", "--out", str(chosen.out)]
+    words += [word for name, value in given.items() if value is not None for word in (name, value)]
+    commands = {f"seed-{seed}": [*words, "--first-seed", seed] for seed in seeds}
+    with interruptible() as interrupted:
+        run_fleet(commands, chosen.jobs, chosen.out / "logs", interrupted, _ended)
+        tally.stopped = interrupted.is_set()
+    return _tell(tally, [chosen.out], () if tally.stopped else map(int, seeds))
+
+
+def _ended(name: str, code: int, seconds: float) -> None:
+    print(f"{name}: exit {code}, {seconds:.0f} s", flush=True)
 
 
 def _run(tally: Tally, chosen: argparse.Namespace, seed: int, signals: _Signals) -> None:
@@ -183,9 +211,9 @@ class _Signals:
         return self._came
 
 
-def _tell(tally: Tally, folders: Sequence[Path]) -> int:
-    """Counts finished runs, each folder with its ``seed-N`` folders. A seed without a report is a run not made, and one
-    that is there twice counts once: it would be the same run."""
+def _tell(tally: Tally, folders: Sequence[Path], expected: Iterable[int] = ()) -> int:
+    """Counts finished runs, each folder with its ``seed-N`` folders. A seed without a report, and one of ``expected``
+    without a folder, is a run not made, and one that is there twice counts once: it would be the same run."""
     seen: set[int] = set()
     for path in sorted(run for folder in folders for run in folder.glob("seed-*")):
         seed = int(path.name.removeprefix("seed-"))
@@ -197,6 +225,7 @@ def _tell(tally: Tally, folders: Sequence[Path]) -> int:
             tally.add(seed, json.loads(report.read_text(encoding="utf-8")))
         else:
             tally.unmade.append(seed)
+    tally.unmade += sorted(set(expected) - seen)
     print("\n".join(tally.lines()), flush=True)
     return tally.code
 

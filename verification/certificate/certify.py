@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import shutil
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from verification.certificate import corpus as corpora
 from verification.certificate import interruptions, junit, output, provenance, report, required, shards
 from verification.certificate import replays as replaying
 from verification.certificate.collector import JOURNAL, Collector, read_journal
-from verification.certificate.console import show_result
+from verification.certificate.console import show_refusal, show_result
 from verification.certificate.corpus import PREFIX, Corpus, CorpusError, Entry
 from verification.certificate.keys import KeyFileError, signing_key
 from verification.certificate.options import PACKAGE, Deadline, Options, deadlines
@@ -37,7 +36,6 @@ from verification.certificate.supervise import (
     root_of,
     supervise,
 )
-from verification.certificate.verdict import ExitCode
 from verification.run_context import RunContext, new_run_id, parse_seed
 
 
@@ -91,19 +89,9 @@ def certify(
         context, limits = _prepare(options)
         found = _run(options, context, limits)
     except (CannotRun, LockError, shards.ShardError, corpora.CorpusError) as error:
-        return _refuse(str(error), as_json)
+        return show_refusal(str(error), as_json)
     show_result(found, options.out, as_json)
     return int(found["verdict"]["exit_code"])
-
-
-def _refuse(reason: str, as_json: bool) -> int:
-    code = int(ExitCode.COULD_NOT_RUN)
-    if as_json:
-        print(json.dumps({"verdict": "could not run", "exit_code": code, "reasons": [reason], "report": None}))
-    else:
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-        print(f"verdict: could not run (exit {code})", flush=True)
-    return code
 
 
 def _prepare(options: Options) -> tuple[RunContext, Profile]:
@@ -132,7 +120,7 @@ def _prepare(options: Options) -> tuple[RunContext, Profile]:
     try:
         with OwnedLock(output.lock_name(options.out), owner=context.run_id):
             _make_ready(options, context)
-    except (output.OutputError, OSError) as error:
+    except (output.OutputError, ModelStoreError, OSError) as error:
         raise CannotRun(str(error)) from error
     return context, limits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.certificate import output, report
+from verification.certificate.verdict import WORDS, ExitCode
 
 
 def show_result(built: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -44,6 +46,21 @@ def show_result(built: dict[str, Any], out: Path, as_json: bool) -> None:
     console.print(built["claim"]["standing"], markup=False, highlight=False, soft_wrap=True)
     print(f"report: {out / output.PAGE}")
     print(f"verdict: {verdict['word']} (exit {verdict['exit_code']})", flush=True)
+
+
+def show_refusal(reason: str, as_json: bool) -> int:
+    """Prints why there is no run, and the verdict line or one JSON object; returns the exit code."""
+    code = int(ExitCode.COULD_NOT_RUN)
+    if as_json:
+        print(
+            json.dumps(
+                {"verdict": WORDS[ExitCode.COULD_NOT_RUN], "exit_code": code, "reasons": [reason], "report": None}
+            )
+        )
+    else:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        print(f"verdict: {WORDS[ExitCode.COULD_NOT_RUN]} (exit {code})", flush=True)
+    return code
 
 
 def summary_table(built: dict[str, Any]) -> Table:

@@ -17,6 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from blink_core.model_store import resolve
+from hil_rigs.description import load_rig
 from verification.certificate import output
 from verification.certificate.collector import JOURNAL, read_journal
 from verification.certificate.options import PACKAGE, Deadline, Options
@@ -71,6 +72,10 @@ def _child(options: Options, context: RunContext, limits: Profile, root: Path) -
     environment["BLINK_CERTIFY_PID"] = str(os.getpid())  # the run ends with the process that asked for it
     environment["BLINK_INVOCATION"] = json.dumps(command_line(options))
     environment["PYTHONUNBUFFERED"] = "1"
+    if (
+        "gpu" not in load_rig(options.rig).capabilities
+    ):  # torch, as the oracle, would make a context on every GPU it sees
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return arguments, environment
 
 
@@ -86,7 +91,7 @@ def supervise(
     """Run pytest to its end or to the deadline, or until `interrupted` is set (`interruptible`), be it in the last
     moment. Returns what went wrong with the process, None when nothing did."""
     arguments, environment = _child(options, context, limits, root or root_of(options))
-    # An earlier run's journal would be read until pytest begins its own: its end for this one's, half a line for a whole.
+    # Until pytest begins its own an earlier run's would be read: its end for this one's, half a line for a whole one.
     (options.out / JOURNAL).unlink(missing_ok=True)
     reader = JournalReader(options.out / JOURNAL)
     trouble: str | None = None

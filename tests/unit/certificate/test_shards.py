@@ -95,6 +95,14 @@ def test_bad_shards_are_refused(text: str) -> None:
         parse_shard(text)
 
 
+def test_shard_of_a_model_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches: a traceback instead of the line that says how the model is fetched, and no verdict line."""
+    assert certify("local", "SmolLM2-135M-Instruct", "smoke", tmp_path / "out", seed=7, shard="1/2") == 2
+    said = capfd.readouterr()
+    assert "run: blink model fetch SmolLM2-135M-Instruct" in said.err
+    assert said.out.splitlines()[-1] == "verdict: could not run (exit 2)"
+
+
 def test_parts_are_disjoint_whole_even_and_the_same_in_any_order() -> None:
     """Catches: a test that is in no shard or in two, groups torn apart, one shard with all the long tests."""
     costs = Costs(1.0, {"p/long[*]": 40.0, "p/long[a]": 50.0, "q/*": 10.0})
