@@ -113,9 +113,9 @@ class CublasLt:
         ]
 
     def plan(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> _Plan:
-        """Descriptors and algorithms for a shape, made on first use."""
+        """Descriptors and algorithms for a shape, made on first use; and the choice, one for each part of a layer."""
         (m, k), n = x.shape, weight.nk.shape[0]
-        key = (m, n, k, out.dtype == cp.float32, weight.bias is not None, self.target)
+        key = (m, n, k, out.dtype == cp.float32, weight.bias is not None, self.target, weight.part)
         if key not in self._plans:
             self._plans[key] = self._make(
                 m, n, k, 0 if out.dtype == cp.float32 else self._type, weight.bias is not None

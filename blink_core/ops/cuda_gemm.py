@@ -13,14 +13,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import cupy as cp
 
 from blink_core.ops.cublaslt import Choice, CublasLt
+from blink_core.ops.cuda_capture import captured, in_turn
 from blink_core.ops.cuda_modules import Kernels, multiprocessors, pointer
-from blink_core.ops.tuning import Sample, fastest
+from blink_core.ops.tuning import Combination, Duel, fastest, together
 
 SKINNY_ROWS = 8  # up to here the own kernel is no slower than cuBLASLt, and starts beside its predecessor
 MOST_SKINNY_ROWS = 32  # up to here it may be the own kernel's, if that was found faster
@@ -42,6 +43,7 @@ WARM_US = 150_000.0
 QUICK_WEIGHTS = 2  # of a heavy product's first runs: activations keep these out of the L2
 LIMITS_US = (60_000.0, 1_200_000.0)  # of a shape's measurements, least and most; between them by its operations:
 LIMIT_FLOPS = 4e5  # a microsecond for so many, about 2,000 times what the product takes
+TOGETHER_US = 1_200_000.0  # of runs of whole steps of one size; the comparison under way is finished
 
 
 class MatmulParams(ctypes.Structure):
@@ -74,19 +76,30 @@ class Norm:
 class CudaWeight:
     """A projection on the GPU: ``nk`` [out, in] of the element type, C-contiguous; ``bias`` [out] or None.
 
-    For experts ``nk`` is [experts, out, in]. Gate and up projections are one weight, the gate's rows first.
+    For experts ``nk`` is [experts, out, in]. Gate and up projections are one weight, the gate's rows first. ``part``:
+    which product of a layer it is. Each has a choice of its own how it is made, also among equals in shape: one may end
+    with SwiGLU, and another's residual be added by the norm behind it.
     """
 
     nk: cp.ndarray
     bias: cp.ndarray | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was chosen for a shape, and microseconds of a product by each choice of the short list."""
+    """What was chosen for a shape, and microseconds of a product by each choice of the short list. ``take``: chooses
+    another one."""
 
     choice: Choice
     us: dict[Choice, float]
+    take: Callable[[Choice], None] = field(default=lambda choice: None, repr=False, compare=False)
+
+    @property
+    def options(self) -> tuple[Choice, ...]:
+        """The choice, and the best of the other kind, own kernel or cuBLASLt, if one is on the short list."""
+        others = [c for c in self.us if (c.tiles > 0) != (self.choice.tiles > 0)]
+        return (self.choice, *sorted(others, key=lambda c: self.us[c])[:1])
 
     @property
     def line(self) -> str:
@@ -281,7 +294,8 @@ class Gemm:
 
         ``weights``: alike, and several, so that they do not stay in the L2. ``x``: values as they are in a step, as
         what a heavy product costs the GPU in power depends on them. ``work``: what is timed, by default the product;
-        ``silu``: it ends with SwiGLU. Takes some 0.1 s, up to 1.5 s for the heaviest products.
+        ``silu``: it ends with SwiGLU. Takes some 0.1 s, up to 1.5 s for the heaviest products. An algorithm that is
+        refused, be it only under capture, is left out. Raises ValueError if nothing is left.
         """
         rows, k = x.shape
         if self.kernels.dtype == "float32" or self.invariant or self._always_skinny(rows, k):
@@ -297,37 +311,36 @@ class Gemm:
         stream = cp.cuda.Stream(non_blocking=True)
         cp.cuda.Device().synchronize()  # what the default stream prepared
 
-        def graph(choice: Choice, count: int) -> Any:
-            plan.choice = choice
-            do(weights[0])  # loads its kernels
-            stream.begin_capture()
+        def products(count: int) -> None:
             for w in weights[:count]:
                 do(w)
-            return stream.end_capture()
 
         before = plan.choice
+        choices: list[Choice] = []
+        quick: dict[int, Any] = {}
+        long: dict[int, Any] = {}
         try:
-            with stream:
-                choices, quick = [], []
-                for choice in own + library.choices(x, weights[0], out):
-                    try:
-                        quick.append(graph(choice, QUICK_WEIGHTS if heavy else len(weights)))
-                    except library.refusal:  # the heuristic's list is no promise
-                        continue
-                    choices.append(choice)
-
-                def long(short: Sequence[int]) -> Sample:
-                    graphs = {i: graph(choices[i], len(weights)) for i in short} if heavy else dict(enumerate(quick))
-                    return _sample(stream, graphs)
-
-                tuned = fastest(
-                    len(choices), _sample(stream, dict(enumerate(quick))), long, warm_us=WARM_US if heavy else 0.0,
-                    limit_us=min(max(LIMITS_US[0], flops / LIMIT_FLOPS), LIMITS_US[1]),
-                )  # fmt: skip
+            for choice in own + library.choices(x, weights[0], out):
+                plan.choice = choice
+                try:
+                    with stream:
+                        do(weights[0])  # loads its kernels
+                    whole = captured(stream, partial(products, len(weights)))
+                    some = captured(stream, partial(products, QUICK_WEIGHTS)) if heavy else whole
+                except library.refusal:  # the heuristic's list is no promise
+                    continue
+                quick[len(choices)], long[len(choices)] = some, whole
+                choices.append(choice)
+            tuned = fastest(
+                [c.tiles > 0 for c in choices], in_turn(stream, quick), lambda short: in_turn(stream, long),
+                warm_us=WARM_US if heavy else 0.0,
+                limit_us=min(max(LIMITS_US[0], flops / LIMIT_FLOPS), LIMITS_US[1]),
+            )  # fmt: skip
             before = choices[tuned.best]
         finally:
             plan.choice = before
-        return Tuning(plan.choice, {choices[i]: us / len(weights) for i, us in tuned.us.items()})
+        us = {choices[i]: us / len(weights) for i, us in tuned.us.items()}
+        return Tuning(plan.choice, us, partial(setattr, plan, "choice"))
 
     def grouped(
         self,
@@ -375,19 +388,42 @@ def tiles_of(rows: int) -> tuple[int, ...]:
     return (1, 2) if rows <= 16 else (1, 2, 3)
 
 
-def _sample(stream: cp.cuda.Stream, graphs: dict[int, Any]) -> Sample:
-    """Runs graphs on the stream, all of them in its queue before the first is waited for."""
+def tune_step(tunings: Sequence[Tuning], step: Callable[[], object], limit_us: float = TOGETHER_US) -> list[Duel]:
+    """Measures the products of a step in their place in it, and takes what makes the whole step the shortest: their
+    neighbours start beside own kernels, so that what is the fastest alone may lose. Only those for which there are an
+    own kernel and cuBLASLt to choose from. Returns every comparison; options are those of :attr:`Tuning.options`.
 
-    def run(order: Sequence[int]) -> list[float]:
-        events = [cp.cuda.Event() for _ in range(len(order) + 1)]
-        events[0].record(stream)
-        for i, event in zip(order, events[1:], strict=True):
-            graphs[i].launch(stream)
-            event.record(stream)
-        events[-1].synchronize()
-        return [cp.cuda.get_elapsed_time(a, b) * 1e3 for a, b in pairwise(events)]
+    ``step``: launches it; it may be captured, and every choice in it was run before.
+    """
+    open_ = [t for t in tunings if len(t.options) > 1]
+    if not open_:
+        return []
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    graphs: dict[Combination, Any] = {}
 
-    return run
+    def take(combination: Combination) -> None:
+        for tuning, option in zip(open_, combination, strict=True):
+            tuning.take(tuning.options[option])
+
+    def run(order: Sequence[Combination]) -> list[float]:
+        for combination in order:
+            if combination not in graphs:
+                take(combination)
+                with stream:
+                    step()  # loads its kernels
+                graphs[combination] = captured(stream, step)
+        return in_turn(stream, graphs)(order)
+
+    def all_of(own: bool) -> Combination:
+        return tuple(next(i for i, c in enumerate(t.options) if (c.tiles > 0) == own) for t in open_)
+
+    best = (0,) * len(open_)
+    try:
+        best, duels = together([len(t.options) for t in open_], [best, all_of(True), all_of(False)], run, limit_us)
+    finally:
+        take(best)
+    return duels
 
 
 def _params(x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.ndarray | None, n: int) -> MatmulParams:

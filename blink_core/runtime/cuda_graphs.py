@@ -12,21 +12,11 @@ import cupy as cp
 import numpy as np
 from cuda.bindings import driver
 
+from blink_core.ops.cuda_capture import captured
 from blink_core.ops.cuda_modules import check
 from blink_core.runtime.cuda_step import Bucket, CudaStep, NoopStep
 
 log = logging.getLogger("blink.cuda")
-
-
-def capture(stream: cp.cuda.Stream, work: Callable[[], None]) -> Any:
-    """A CuPy graph of what `work` launches on the current stream."""
-    with stream:
-        stream.begin_capture()
-        try:
-            work()
-        finally:
-            graph = stream.end_capture()
-    return graph
 
 
 def instantiate(graph: Any, stream: cp.cuda.Stream, *, device: bool) -> Any:
@@ -79,7 +69,7 @@ class StepGraphs:
             if not apart:
                 self.graphs.append(StepGraph(bucket, (), True))
                 continue
-            graph = capture(self.stream, partial(step.run, bucket, resident=resident))
+            graph = captured(self.stream, partial(step.run, bucket, resident=resident))
             self._kept.append(graph)
             count = turns if resident else 1
             executables = tuple(instantiate(graph, self.stream, device=device) for _ in range(count))

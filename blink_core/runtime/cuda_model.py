@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +113,7 @@ def check_supported(config: ModelConfig, ops: CudaOps) -> None:
 def upload(decoder: Decoder, ops: CudaOps, max_len: int) -> CudaNetwork:
     """The network of a decoder that was read with ``ops``."""
     config, weights = decoder.config, decoder.weights
-    head = _padded(cast(CudaWeight, weights.head))
+    head = _part("head", _padded(cast(CudaWeight, weights.head)))
     embedding = head.nk
     if not config.tie_word_embeddings:
         embedding = to_device(np.ascontiguousarray(weights.embedding), ops.dtype)
@@ -127,15 +127,15 @@ def upload(decoder: Decoder, ops: CudaOps, max_len: int) -> CudaNetwork:
             ]
             experts = CudaExperts(cast(CudaWeight, layer.mlp.router), *stacked)
         elif isinstance(layer.mlp, GatedMlp):
-            gate_up, down = cast(CudaWeight, layer.mlp.gate_up), cast(CudaWeight, layer.mlp.down)
+            gate_up, down = _part("gate_up", layer.mlp.gate_up), _part("down", layer.mlp.down)
         else:
             raise ModelError(f"the GPU runtime has no {type(layer.mlp).__name__}")
         norm = layer.attention.qk_norm
         layers.append(
             CudaLayer(
                 attention_norm=to_device(layer.attention_norm, ops.dtype),
-                qkv=cast(CudaWeight, layer.attention.qkv),
-                out=cast(CudaWeight, layer.attention.out),
+                qkv=_part("qkv", layer.attention.qkv),
+                out=_part("out", layer.attention.out),
                 qk_norm=None if norm is None else to_device(norm, ops.dtype),
                 mlp_norm=to_device(layer.mlp_norm, ops.dtype),
                 gate_up=gate_up,
@@ -183,13 +183,13 @@ def random_network(config: ModelConfig, ops: CudaOps, max_len: int, seed: int = 
                 CudaWeight(draw(e.count, c.hidden_size, e.intermediate_size)),
             )
         else:
-            gate_up = CudaWeight(draw(2 * c.intermediate_size, c.hidden_size))
-            down = CudaWeight(draw(c.hidden_size, c.intermediate_size))
+            gate_up = CudaWeight(draw(2 * c.intermediate_size, c.hidden_size), part="gate_up")
+            down = CudaWeight(draw(c.hidden_size, c.intermediate_size), part="down")
         layers.append(
             CudaLayer(
                 attention_norm=ones,
-                qkv=CudaWeight(draw(q + 2 * kv, c.hidden_size)),
-                out=CudaWeight(draw(c.hidden_size, q)),
+                qkv=CudaWeight(draw(q + 2 * kv, c.hidden_size), part="qkv"),
+                out=CudaWeight(draw(c.hidden_size, q), part="out"),
                 qk_norm=normed if c.architecture.startswith("qwen3") else None,
                 mlp_norm=ones,
                 gate_up=gate_up,
@@ -198,7 +198,7 @@ def random_network(config: ModelConfig, ops: CudaOps, max_len: int, seed: int = 
                 window=windows[index],
             )
         )
-    head = CudaWeight(draw(-(-c.vocab_size // 4) * 4, c.hidden_size))
+    head = CudaWeight(draw(-(-c.vocab_size // 4) * 4, c.hidden_size), part="head")
     embedding = head.nk if c.tie_word_embeddings else draw(c.vocab_size, c.hidden_size)
     return CudaNetwork(
         config, ops, tuple(layers), embedding, head, ones, rotary_tables(config, max_len), original_max(config, max_len)
@@ -218,6 +218,10 @@ def rotary_tables(config: ModelConfig, max_len: int) -> tuple[cp.ndarray, cp.nda
 def original_max(config: ModelConfig, max_len: int) -> int:
     """LongRoPE's original maximum if sequences of ``max_len`` tokens outgrow it, else 0."""
     return 0 if config.keys_are_final(max_len) else int(config.rope.original_max or 0)
+
+
+def _part(name: str, weight: object) -> CudaWeight:
+    return replace(cast(CudaWeight, weight), part=name)
 
 
 def _padded(weight: CudaWeight) -> CudaWeight:

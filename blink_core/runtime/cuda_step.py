@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cupy as cp
@@ -17,7 +18,7 @@ import numpy as np
 from blink_core.abi.capture import record_dtype
 from blink_core.abi.config import EngineConfig
 from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
-from blink_core.ops.cuda_gemm import CudaWeight, Norm
+from blink_core.ops.cuda_gemm import CudaWeight, Norm, Tuning, tune_step
 from blink_core.ops.cuda_kv_sanitizer import CudaKvSanitizer
 from blink_core.ops.cuda_modules import Kernel, pointer
 from blink_core.ops.cuda_moe import CudaMoe
@@ -40,6 +41,7 @@ from blink_core.runtime.serve_abi import (
 )
 
 CAPTURE_LIMIT_NS = 10_000_000_000
+PARTS = ("qkv", "out", "gate_up", "down")  # a layer's products: CudaWeight.part
 TUNED_BYTES, TUNED_LAYERS = 300 << 20, 4  # weights at least that do not stay in the L2 from one product to the next
 
 
@@ -151,7 +153,8 @@ class CudaStep:
             for name, dtype in (("top_tokens", cp.int32), ("top_logprobs", cp.float32))
         )
         self._kernels = _step_kernels()
-        self._tuned: set[tuple[int, int, int, bool]] = set()
+        self._tuned: set[tuple[str, int, int, int, bool]] = set()
+        self.products: list[dict[str, Any]] = []
 
     def _view_arrays(self, rows: int, tokens: int) -> None:
         """What step_view makes of the plan."""
@@ -346,33 +349,55 @@ class CudaStep:
         cp.cuda.Device().synchronize()
 
     def tune(self, bucket: Bucket, *, resident: bool = False) -> None:
-        """Measures the ways to make the products of a bucket and takes the fastest of each (see :meth:`Gemm.tune`)."""
+        """Measures the ways to make the products of a bucket and takes the fastest of each (see :meth:`Gemm.tune`);
+        then, in whole steps on the empty plan, whether another is faster in its place (see :func:`tune_step`).
+        ``products`` gets a record of it."""
         ops, rows = self._ops, bucket.tokens
         ops.kernels.reserved = int(resident)
         if ops.dtype == "float32" or ops.batch_invariant:
             return
-        for part in ("qkv", "out", "gate_up", "down"):
-            weights = [w for w in (getattr(layer, part) for layer in self.network.layers) if w is not None]
-            self._tune(rows, weights, resident, silu=part == "gate_up")
-        self._tune(bucket.samples, [self.network.head], resident)
+        parts = {name: [getattr(layer, name) for layer in self.network.layers] for name in PARTS}
+        parts["head"] = [self.network.head]
+        found = {}
+        for part, weights in parts.items():
+            there = [w for w in weights if w is not None]
+            tuning = self._tune(part, bucket.samples if part == "head" else rows, there, resident)
+            if tuning is not None:
+                found[part] = tuning
+        if not found:
+            return
+        duels = tune_step(list(found.values()), partial(self.run, bucket, resident=resident))
+        # The names of what is open in the duels' combinations, and microseconds that each comparison said.
+        record = {
+            "bucket": bucket.name, "resident": resident, "alone": {part: t.line for part, t in found.items()},
+            "options": {part: [c.name for c in t.options] for part, t in found.items() if len(t.options) > 1},
+            "in_step": [
+                {"taken": d.taken, "other": d.other, "gain_us": round(d.gain_us, 2), "noise_us": round(d.noise_us, 2),
+                 "won": d.won}
+                for d in duels
+            ],
+        }  # fmt: skip
+        self.products.append(record)
 
-    def _tune(self, rows: int, weights: list[CudaWeight], resident: bool, *, silu: bool = False) -> None:
+    def _tune(self, part: str, rows: int, weights: list[CudaWeight], resident: bool) -> Tuning | None:
+        """The tuning of a product, None where there is nothing to choose or the choice is made."""
         ops = self._ops
         if rows <= ops.gemm.skinny_rows or not weights:
-            return
+            return None
         n, k = weights[0].nk.shape
-        key = (rows, n, k, resident)
+        key = (part, rows, n, k, resident)
         if key in self._tuned:
-            return
+            return None
         self._tuned.add(key)
         x = random_normal(ops.dtype, rows, k)
-        out = self.logits[:rows] if weights[0] is self.network.head else ops.empty(rows, n)
+        out = self.logits[:rows] if part == "head" else ops.empty(rows, n)
         acted = self._acted[:rows]
 
         def gated(weight: CudaWeight) -> None:
             ops.gate_up_silu(x, weight, acted, out)
 
-        ops.gemm.tune(x, enough(weights), out, gated if silu else None, silu=silu)
+        silu = part == "gate_up"
+        return ops.gemm.tune(x, enough(weights), out, gated if silu else None, silu=silu)
 
     @property
     def nbytes(self) -> int:

@@ -22,10 +22,11 @@ from blink_core import _native
 from blink_core.abi.config import EngineConfig
 from blink_core.abi.definition import STATUS_LINE
 from blink_core.abi.enums import EngineState, StepStatus
+from blink_core.ops.cuda_capture import captured
 from blink_core.ops.cuda_modules import Kernel, check, pointer
 from blink_core.ops.cuda_sources import source
 from blink_core.runtime.cpu import CpuRuntime, ModelStep, noop_step
-from blink_core.runtime.cuda_graphs import address_table, capture, instantiate
+from blink_core.runtime.cuda_graphs import address_table, instantiate
 from blink_core.runtime.cuda_memory import Pinned, device_view
 from blink_core.runtime.cuda_model import CudaNetwork
 from blink_core.runtime.cuda_step import CudaStep, StepMemory, poison
@@ -215,7 +216,7 @@ class DeviceDriven:
 
     def _launched(self, params: ServeParams) -> Any:
         """The scheduler's own graph, which launches the steps' from the device."""
-        self._graph = capture(self.stream, lambda: self._launch(params))
+        self._graph = captured(self.stream, lambda: self._launch(params))
         return instantiate(self._graph, self.stream, device=True)
 
     def _switched(self, params: ServeParams) -> Any:

@@ -112,6 +112,7 @@ class Built:
             "step_bytes": self.step.nbytes,
             "buckets": [g.bucket.name for g in self.graphs.graphs],
             "launch_choice": [m.record() for m in choice.measured],
+            "products": self.step.products if isinstance(self.step, CudaStep) else [],
             "graphs": len(self.graphs.graphs),
             "executables": self.graphs.executables,
             "graph_nodes": self.graphs.nodes,

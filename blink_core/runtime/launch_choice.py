@@ -130,12 +130,13 @@ def stand_in(kernel: Any) -> Iterator[None]:
 
 def _ready(stream: cp.cuda.Stream, work: Callable[[], None]) -> tuple[Any, Any]:
     """A graph of the work and its executable; the work has run once, which loads its kernels."""
-    from blink_core.runtime.cuda_graphs import capture, instantiate
+    from blink_core.ops.cuda_capture import captured
+    from blink_core.runtime.cuda_graphs import instantiate
 
     with stream:
         work()
     stream.synchronize()
-    graph = capture(stream, work)
+    graph = captured(stream, work)
     return graph, instantiate(graph, stream, device=False)
 
 

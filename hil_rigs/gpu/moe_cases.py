@@ -15,6 +15,7 @@ from functools import partial
 import cupy as cp
 import numpy as np
 
+from blink_core.ops.cuda_capture import captured
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_ops import CudaOps, CudaWeight, Norm, to_device, to_host
 from blink_core.ops.numpy_ops import NumpyOps
@@ -155,9 +156,7 @@ def one_token(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
                 eager = [mixture.result(token, mixture.run) for token in tokens]
                 again = [np.array_equal(mixture.result(t, mixture.run), e) for t, e in zip(tokens, eager, strict=True)]
                 yield same("again", again)
-                stream.begin_capture()
-                mixture.run()
-                graph = stream.end_capture()
+                graph = captured(stream, mixture.run)
                 replayed = []
                 for i in range(REPLAYS):
                     result = mixture.result(tokens[i % TOKENS], partial(graph.launch, stream))

@@ -8,6 +8,7 @@ in turn with NaN and with noise of standard deviation 100.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cupy as cp
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blink_core.ops.cublaslt import Choice
-from blink_core.ops.cuda_gemm import SKINNY_ROWS, tiles_of
+from blink_core.ops.cuda_gemm import SKINNY_ROWS, tiles_of, tune_step
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_ops import AttentionShape, CudaOps, CudaWeight, Norm, to_device, to_host
 from blink_core.ops.numpy_ops import NumpyOps
@@ -190,6 +191,7 @@ def _tuned(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
         out, weight = poisoned(ops, tokens, n), CudaWeight(w)
         tuning = ops.gemm.tune(x, [weight] * 4, out)
         assert tuning is not None
+        tune_step([tuning], partial(ops.linear, x, weight, out))
         out = ops.linear(x, weight, poisoned(ops, tokens, n))
         error = error_of(to_host(out, ops.dtype), x_host.astype(np.float64) @ w_host.T)
         yield Outcome("linear (tuned)", f"{tokens}x{n}x{k} {tuning.choice.name}", ops.dtype, error, LIMITS[ops.dtype])

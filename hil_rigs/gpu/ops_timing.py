@@ -15,9 +15,11 @@ import cupy as cp
 import numpy as np
 
 from blink_core.ops.cublaslt import Choice
-from blink_core.ops.cuda_gemm import MOST_SKINNY_ROWS, SILU_ROWS, SKINNY_ROWS
+from blink_core.ops.cuda_capture import captured
+from blink_core.ops.cuda_gemm import MOST_SKINNY_ROWS, SILU_ROWS, SKINNY_ROWS, tune_step
 from blink_core.ops.cuda_ops import AttentionShape, CudaAttentionPlan, CudaOps, CudaWeight, StepArrays, random_normal
-from blink_core.runtime.cuda_step import enough
+from blink_core.ops.tuning import Combination
+from blink_core.runtime.cuda_step import PARTS, enough
 from hil_rigs.gpu.stack import LLAMA_3_8B, PAGE, QWEN3_30B_A3B, Stack, Step, random_weight
 
 READ = r"""
@@ -73,13 +75,15 @@ def timed(work: Callable[[], None], repeats: int = 1, samples: int = 15) -> list
     """Microseconds of one of ``repeats`` calls captured in a graph: ``samples`` replays after two warm ones."""
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()  # what the default stream prepared
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            work()
+
     with stream:
         work()
         stream.synchronize()
-        stream.begin_capture()
-        for _ in range(repeats):
-            work()
-        graph = stream.end_capture()
+        graph = captured(stream, repeated)
         result = []
         for i in range(samples + 2):
             begin, end = cp.cuda.Event(), cp.cuda.Event()
@@ -199,16 +203,18 @@ def product(ops: CudaOps, name: str, weights: list[CudaWeight], rows: int) -> It
     ops.gemm.skinny_rows = SKINNY_ROWS
 
 
-def tune(ops: CudaOps, stack: Stack, rows: int) -> list[str]:
-    """Choose how the products of a step of ``rows`` tokens are made, as the engine does. A line for each."""
-    lines = []
-    acted = ops.empty(rows, max(8, stack.shape.inner))
-    for part in ("qkv", "out", "gate_up", "down"):
-        weights = [getattr(layer, part) for layer in stack.layers]
+def tune(ops: CudaOps, stack: Stack, step: Step) -> list[str]:
+    """Choose how the products of a step are made, as the engine does: each alone, then all in the step. A line for each
+    product, and for each comparison of two whole steps."""
+    lines, tunings = [], {}
+    acted = ops.empty(step.tokens, max(8, stack.shape.inner))
+    for part in (*PARTS, "head"):
+        weights = [stack.head] if part == "head" else [getattr(layer, part) for layer in stack.layers]
         if weights[0].nk.ndim != 2:
             continue
         n, k = weights[0].nk.shape
-        x, out = random_normal(ops.dtype, rows, k), ops.empty(rows, n)
+        rows = step.logits.shape[0] if part == "head" else step.tokens
+        x, out = random_normal(ops.dtype, rows, k), step.logits if part == "head" else ops.empty(rows, n)
 
         def gated(weight: CudaWeight, x: cp.ndarray = x, out: cp.ndarray = out) -> None:
             ops.gate_up_silu(x, weight, acted, out)
@@ -217,8 +223,21 @@ def tune(ops: CudaOps, stack: Stack, rows: int) -> list[str]:
         begin = time.monotonic()
         tuning = ops.gemm.tune(x, enough(weights), out, gated if silu else None, silu=silu)
         if tuning is not None:
+            tunings[part] = tuning
             seconds = time.monotonic() - begin
             lines.append(f"{part} {rows}x{n}x{k}{' with SwiGLU' * silu}: {tuning.line}; tuned in {seconds:.2f} s")
+    begin = time.monotonic()
+    duels = tune_step(list(tunings.values()), step.run)
+    names = {part: [c.name for c in t.options] for part, t in tunings.items() if len(t.options) > 1}
+
+    def named(combination: Combination) -> str:
+        return ", ".join(f"{part} {names[part][option]}" for part, option in zip(names, combination, strict=True))
+
+    for d in duels:
+        word = "faster" if d.won else "not faster"
+        lines.append(f"in the step {word} by {d.gain_us:.1f} us, noise {d.noise_us:.1f}: {named(d.other)}")
+    if duels:
+        lines.append(f"{len(duels)} comparisons of whole steps in {time.monotonic() - begin:.2f} s")
     return lines
 
 
@@ -228,9 +247,9 @@ def llama_steps(ops: CudaOps) -> Iterator[Timing]:
     targets = {1: 4400, 8: 4500, 32: 4900, 128: 6500}
     everything = frozenset(("attention", "small", "products", "sampler"))
     for rows, target in targets.items():
-        for line in tune(ops, stack, rows):
-            print(line, flush=True)
         step = Step(stack, [(1, 192)] * rows)
+        for line in tune(ops, stack, step):
+            print(line, flush=True)
         samples = timed(step.run, samples=21)
         note = f"{stack.weight_bytes / float(np.median(samples)) / 1e6:.2f} TB/s of weights"
         yield Timing(f"Llama-3-8B decode step batch {rows}", samples, target_us=target, note=note)
@@ -242,9 +261,9 @@ def llama_steps(ops: CudaOps) -> Iterator[Timing]:
         if len({int(t) for t in step.results_host()["status"]}) != 1:
             yield Timing("  STATUS DIFFERS", [float("nan")])
     for rows, new in ((1, 128), (1, 2048)):
-        for line in tune(ops, stack, rows * new):
-            print(line, flush=True)
         step = Step(stack, [(new, new)] * rows)
+        for line in tune(ops, stack, step):
+            print(line, flush=True)
         target = 48000 if new == 2048 else 8000
         samples = timed(step.run, samples=9)
         flops = 2.0 * new * (stack.weight_bytes - stack.head.nk.nbytes) / 2

@@ -228,10 +228,10 @@ def make_step(options: argparse.Namespace) -> Step:
     lengths = [(options.chunk, options.chunk)] if options.chunk else [(1, CONTEXT)] * options.rows
     ops = CudaOps("bfloat16")
     stack = Stack(ops, shape, 2 + sum(-(-c // PAGE) for _, c in lengths))
-    if shape.experts is None:
-        for line in ops_timing.tune(ops, stack, sum(n for n, _ in lengths)):
-            print(line, flush=True)
-    return Step(stack, lengths)
+    step = Step(stack, lengths)
+    for line in ops_timing.tune(ops, stack, step):
+        print(line, flush=True)
+    return step
 
 
 def main(arguments: list[str] | None = None) -> int:

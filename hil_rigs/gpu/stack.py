@@ -90,10 +90,10 @@ class Stack:
             inner = s.experts[2] if s.experts else s.inner
             self.layers.append(
                 _Layer(
-                    CudaWeight(random_weight(ops, (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden)),
-                    CudaWeight(random_weight(ops, s.hidden, s.heads * s.head_dim)),
-                    CudaWeight(random_weight(ops, *lead, 2 * inner, s.hidden)),
-                    CudaWeight(random_weight(ops, *lead, s.hidden, inner)),
+                    CudaWeight(random_weight(ops, (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden), part="qkv"),
+                    CudaWeight(random_weight(ops, s.hidden, s.heads * s.head_dim), part="out"),
+                    CudaWeight(random_weight(ops, *lead, 2 * inner, s.hidden), part="gate_up"),
+                    CudaWeight(random_weight(ops, *lead, s.hidden, inner), part="down"),
                     CudaWeight(random_weight(ops, s.experts[0], s.hidden)) if s.experts else None,
                     (ones, ones),
                     random_weight(ops, *pool),
@@ -101,7 +101,7 @@ class Stack:
                 )
             )
         self.table = random_weight(ops, s.vocab, s.hidden)
-        self.head = CudaWeight(random_weight(ops, s.vocab, s.hidden))
+        self.head = CudaWeight(random_weight(ops, s.vocab, s.hidden), part="head")
         self.norm = ones
         self.qk_norm = cp.full((s.heads + s.kv_heads, s.head_dim), 0x3F80, cp.uint16) if s.normed else None
         angles = np.arange(4096)[:, None] * 5e5 ** -(np.arange(s.head_dim // 2) / (s.head_dim // 2))

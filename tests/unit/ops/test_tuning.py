@@ -7,7 +7,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from blink_core.ops.tuning import LEAST, LONG_ROUNDS, SHORTLIST, Sample, Tuned, fastest
+from blink_core.ops.tuning import (
+    DUEL_ROUNDS,
+    DUELS,
+    LEAST,
+    LONG_ROUNDS,
+    SHORTLIST,
+    Combination,
+    Duel,
+    Sample,
+    Tuned,
+    fastest,
+    together,
+)
 
 LIMIT_US = 100_000.0
 
@@ -33,8 +45,8 @@ class Gpu:
         self.short = list(short)
         return lambda order: [sum(self.quick([i] * 4)) for i in order]
 
-    def choose(self, warm_us: float = 0.0, limit_us: float = LIMIT_US) -> Tuned:
-        return fastest(len(self.us), self.quick, self.long, warm_us=warm_us, limit_us=limit_us)
+    def choose(self, warm_us: float = 0.0, limit_us: float = LIMIT_US, kinds: Sequence[int] = ()) -> Tuned:
+        return fastest(kinds or [0] * len(self.us), self.quick, self.long, warm_us=warm_us, limit_us=limit_us)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -90,7 +102,7 @@ def test_only_the_best_are_measured_for_long() -> None:
     tuned = gpu.choose()
     assert gpu.short == list(range(1, 1 + SHORTLIST))
     assert set(tuned.us) == set(gpu.short)
-    assert gpu.runs[0] == gpu.runs[-1] + 2 == 4
+    assert gpu.runs[0] == gpu.runs[-1] == 2
     assert gpu.runs[1] >= 4 * LONG_ROUNDS[0]
     assert tuned.us[1] == pytest.approx(400.0)
 
@@ -115,4 +127,105 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_nothing_to_choose_from_is_an_error() -> None:
     """Catches: a library without an algorithm, found only when the first step runs."""
     with pytest.raises(ValueError, match="nothing to choose"):
-        fastest(0, Gpu([]).quick, Gpu([]).long, warm_us=0, limit_us=1)
+        fastest([], Gpu([]).quick, Gpu([]).long, warm_us=0, limit_us=1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_one_that_takes_long_does_not_cut_the_list(place: int) -> None:
+    """Catches: how many are looked at told from the time of one, be it the library's first, that takes far longer."""
+    us = [100.0 + i for i in range(40)]
+    us[place], us[30] = 8_000.0, 50.0
+    gpu = Gpu(us)
+    assert gpu.choose().best == 30
+    assert all(gpu.runs)
+    assert gpu.now <= 1.5 * LIMIT_US
+
+
+def test_the_best_of_each_kind_is_measured_for_long() -> None:
+    """Catches: an own kernel that is a little slower alone, and so never compared in its place in the step."""
+    us = [112.0, 109.0, 110.0, *[100.0 + i / 10 for i in range(20)]]
+    gpu = Gpu(us)
+    tuned = gpu.choose(kinds=[1, 1, 1, *[0] * 20])
+    assert tuned.best == 3
+    assert gpu.short == [1, 3, 4, 5, 6, 7]
+    hopeless = Gpu([200.0, *us[3:]])
+    assert 0 not in hopeless.choose(kinds=[1, *[0] * 20]).us
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Steps of combinations, ``us`` long each, times ``noise`` of the number of runs so far."""
+
+    def __init__(self, us: Callable[[Combination], float], noise: Callable[[int], float] = lambda run: 1.0) -> None:
+        self.us, self.noise = us, noise
+        self.ran: list[Combination] = []
+        self.now = 0.0
+
+    def run(self, order: Sequence[Combination]) -> list[float]:
+        found = []
+        for combination in order:
+            found.append(self.us(combination) * self.noise(len(self.ran)))
+            self.ran.append(combination)
+        self.now += sum(found)
+        return found
+
+    def choose(self, products: int = 3, limit_us: float = 1e6) -> tuple[Combination, list[Duel]]:
+        alone, other = (0,) * products, (1,) * products
+        return together([2] * products, [alone, other], self.run, limit_us)
+
+
+def test_what_is_faster_in_the_step_is_taken() -> None:
+    """Catches: the choice of each product alone kept where a neighbour makes another one faster; a product never tried
+    for itself."""
+    steps = Steps(lambda c: 4_650.0 - 32.0 * c[0] + 20.0 * c[1] + 9.0 * c[2])
+    best, duels = steps.choose()
+    assert best == (1, 0, 0)
+    assert [d.other for d in duels if d.won] == [(1, 0, 0)]
+    assert next(d for d in duels if d.won).gain_us == pytest.approx(32.0)
+
+
+def test_what_gains_only_with_all_others_is_found() -> None:
+    """Catches: a search of one product at a time alone, for which a gain that takes all of them is out of reach."""
+    steps = Steps(lambda c: 4_610.0 + 5.0 * (0 < sum(c) < 3) - 16.0 * (sum(c) == 3))
+    assert steps.choose()[0] == (1, 1, 1)
+
+
+def test_a_step_of_equals_keeps_what_was_chosen_alone() -> None:
+    """Catches: choices among equals by noise, other ones at every start."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        steps = Steps(lambda c: 4_650.0 - c[0], lambda run, rng=rng: rng.gauss(1.0, 0.004))  # type: ignore[misc]
+        assert steps.choose()[0] == (0, 0, 0)
+
+
+def test_noise_does_not_hide_a_gain() -> None:
+    """Catches: outliers, which come in a few runs of a hundred, that decide; a gain of 0.7 % not seen beside them."""
+    found = []
+    for seed in range(40):
+        rng = random.Random(seed)
+
+        def noise(run: int, rng: random.Random = rng) -> float:
+            return rng.gauss(1.0, 0.001) * (1.1 if rng.random() < 0.03 else 1.0)
+
+        found.append(Steps(lambda c: 4_650.0 - 32.0 * c[0], noise).choose(1)[0])
+    assert found.count((1,)) == 40
+
+
+@pytest.mark.parametrize("slope", [0.02, -0.02])
+def test_steps_drift_alike(slope: float) -> None:
+    """Catches: all runs of one step before those of the other, while the chip heats up or cools."""
+    steps = Steps(lambda c: 4_650.0 - 20.0 * c[0], lambda run: 1.0 + slope * min(1.0, run / 100))
+    assert steps.choose()[0][0] == 1
+    level = Steps(lambda c: 4_650.0, lambda run: 1.0 + slope * min(1.0, run / 100))
+    assert level.choose()[0] == (0, 0, 0)
+
+
+@pytest.mark.parametrize("each", [100.0, 4_650.0, 30_000.0])
+def test_the_time_of_steps_is_bounded(each: float) -> None:
+    """Catches: a start that takes minutes because a model's step is long or its products are many."""
+    steps = Steps(lambda c: each)
+    steps.choose(5, limit_us=1.2e6)
+    assert steps.now <= 1.2e6 + max(2 * (DUEL_ROUNDS[0] + 2) * each, 1.2e6 / DUELS + 4 * each)  # the last one's
+    assert steps.now <= 6 * 2 * (DUEL_ROUNDS[1] + 2) * each
