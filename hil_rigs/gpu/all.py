@@ -93,7 +93,7 @@ def _stages() -> dict[str, Stage]:
             )
             for share in range(1, SHARES + 1)
         },
-        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, 35, alone=True, what="engine process stopped in mid-stream"),
+        "freeze": Stage(("-m", "hil_rigs.gpu.freeze"), 90, 45, alone=True, what="engine process stopped in mid-stream"),
         "interference": Stage(("-m", "hil_rigs.gpu.interference"), 120, 60, alone=True, what="beside busy processes"),
     }  # fmt: skip
 

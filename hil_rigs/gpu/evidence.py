@@ -53,7 +53,7 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
     "gap-switch": ((*CHECK, "gap-switch"), 60),
     "gap-host": ((*CHECK, "gap-host"), 60),
     "entry-fire": ((*CHECK, "entry-fire"), 60),
-    "freeze": (("-m", "hil_rigs.gpu.freeze", "--seconds", "0.7", "--out", "{out}"), 60),
+    "freeze": (("-m", "hil_rigs.gpu.freeze", "--out", "{out}"), 75),
     "interference": (("-m", "hil_rigs.gpu.interference", "--out", "{out}"), 120),
     "kernels": ((*BENCH, "--stages", "kernels", "--out", "{out}"), 130),
     "llama-auto": ((*BENCH, "--stages", "llama", "--rounds", "3", "--out", "{out}"), 190),

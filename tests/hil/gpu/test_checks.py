@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
+from blink_core.abi.enums import EventKind
 from blink_core.runtime.gpu_events import EventError
 from hil_rigs.gpu import all as all_checks
 from hil_rigs.gpu import freeze, interference, sanitize
@@ -47,35 +49,73 @@ def test_activity_is_that_of_all_threads() -> None:
         busy.kill()
 
 
+def windows(*tokens: float, ends: int = 0, errors: int = 0) -> list[dict[str, float]]:
+    return [{"tokens": n, "ends": ends, "errors": errors, "seconds": 0.4} for n in tokens]
+
+
+STEADY = windows(*[1000.0, 1001.0, 1002.0, 1001.0, 1000.0] * 2)
+
+
 def observation(**changes: Any) -> dict[str, Any]:
-    parts = {"tokens": 1000, "ends": 4, "errors": 0}
-    seen = {part: dict(parts) for part in ("running", "frozen", "frozen_with_new", "again")}
+    seen = {"running": STEADY, "frozen": STEADY[:-1], "frozen_with_new": windows(1000, ends=4)[0]}
     return deepcopy(seen | {"moved_while_frozen": [], "gpu": {"engine": True, "others": []}} | changes)
 
 
-STOOD = {"tokens": 0, "ends": 0, "errors": 0}
+STOOD = windows(*[0] * 9)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, ""),
-        ({"frozen": STOOD}, "0 tokens, 1000 running"),
-        ({"frozen_with_new": STOOD}, "0 of 4 new requests"),
+        ({"frozen": STOOD}, "0.0000 of the throughput"),
+        ({"running": windows(*[0] * 10)}, "nan of the throughput"),
+        ({"frozen": windows(*[985, 986, 985, 987, 985] * 2)[:9]}, "0.984"),
+        ({"frozen": windows(*[995, 996, 995, 997, 995] * 2)[:9]}, ""),
+        ({"frozen": windows(*[995, 996, 995, 300, 995] * 2)[:9]}, ""),  # the median
+        ({"frozen": windows(990, 1040, 960, 1030, 1000, 950, 1050, 1020, 1000)}, "too noisy"),
+        ({"frozen": windows(*[1000] * 9, ends=1)}, "streams ended within the windows"),
+        ({"frozen_with_new": STOOD[0]}, "0 of 4 new requests"),
         ({"moved_while_frozen": ["user 3 -> 4"]}, "was active: user 3 -> 4"),
         ({"gpu": {"engine": True, "others": [77]}}, "other processes have a context on the GPU: [77]"),
         ({"gpu": {"engine": False, "others": []}}, "NVML does not show the engine's own"),
         ({"gpu": {"unknown": "NVML does not start"}}, "NVML does not start"),
-        ({"again": {"tokens": 1, "ends": 0, "errors": 2}}, "ended with errors"),
+        ({"running": [*STEADY[:-1], *windows(1000, errors=2)]}, "ended with errors"),
     ],
 )
 def test_freeze_is_judged(changes: dict[str, Any], words: str) -> None:
-    """Catches: a frozen engine that was active, a second CUDA context, or an NVML that shows nothing, passed."""
-    host = observation(frozen=STOOD, frozen_with_new=STOOD)
+    """Catches: a frozen engine that was active, slower by more than 1 % or not known to 1 %, a second CUDA context, or
+    an NVML that shows nothing, passed; one window in which the machine was busy that decides."""
+    host = observation(frozen=STOOD[:1], frozen_with_new=STOOD[0])
     wrong = freeze.judge(observation(**changes), host)
     assert (wrong == []) == (words == "")
     assert words in "; ".join(wrong)
     assert any("proves nothing" in w for w in freeze.judge(observation(), observation()))
+
+
+def test_throughput_that_drifts_is_no_loss() -> None:
+    """Catches: frozen windows compared with the first running one, while the machine slows down for both."""
+    pace = [1000.0 - 20.0 * i for i in range(19)]
+    ratio, noise = freeze.kept(windows(*pace[::2]), windows(*pace[1::2]))
+    assert ratio == pytest.approx(1.0, abs=1e-9)
+    assert noise < 1e-9
+
+
+def test_a_window_counts_what_came_in_it_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a rate over the time asked for, when the last poll returned later; tokens from before it counted in; the
+    end of a request lost, because it came with the first poll."""
+    token, finish = EventKind.TOKEN, EventKind.FINISH
+    batches = iter([[token] * 5 + [finish], [token] * 3, [finish, token]])
+    now = 10.0
+
+    def poll(timeout: float) -> dict[str, Any]:
+        nonlocal now
+        now += 0.03
+        return {"kind": np.array(next(batches, []), np.uint32)}
+
+    monkeypatch.setattr(freeze.time, "perf_counter", lambda: now)
+    found = freeze.collect(MagicMock(poll=poll), 0.05)
+    assert found == {"tokens": 4, "ends": 2, "errors": 0, "seconds": pytest.approx(0.06)}
 
 
 @pytest.mark.parametrize(
