@@ -83,7 +83,7 @@ def _stages() -> dict[str, Stage]:
         **{
             f"sanitize-{tool}": Stage(
                 ("-m", "hil_rigs.gpu.sanitize", "--tools", tool, "--timeout", "235"), 250, wanted,
-                what="compute-sanitizer over every kernel file",
+                what="compute-sanitizer over every kernel",
             )
             for tool, wanted in SANITIZERS
         },

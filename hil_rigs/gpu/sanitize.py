@@ -4,15 +4,16 @@
 
 The sanitizers serialise kernels, so that a resident scheduler beside its steps would wait for ever: these runs are
 host-driven, with the same model kernels and graphs. The scheduler itself is checked on the host, by ThreadSanitizer.
-Each part (`sanitize_serve.PARTS`: bfloat16 dense, mixture, batch-invariant; float32 with capture and KV sanitizer) is a
-process of its own under each tool, `--jobs` at a time, all over within `--timeout`. Before that each part runs once
-without a tool, which compiles its kernels. Lines tell how far each is, so that a run that is cut off tells it too.
+Each part (`sanitize_serve.PARTS`: bfloat16 dense, mixture, batch-invariant; float32 with capture and KV sanitizer; and
+`direct`: kernels that no serve comes to, by themselves) is a process of its own under each tool, `--jobs` at a time,
+all over within `--timeout`. Before that each part runs once without a tool, which compiles its kernels. Lines tell how
+far each is, so that a run that is cut off tells it too.
 
 memcheck also reports CUDA calls that return an error. Those of `PROBES` ask whether there is something and expect to
 be told that there is not: they are counted apart, by the call and its error, and no other finding is.
 initcheck sees neither the stores of cuBLASLt's kernels, which go by TMA, nor, likely, their loads: an uninitialised
-input of such a product would pass. The parts `strict` and `invariant` use none of them.
-Exit 0: every part ran under every tool to its end and nothing was found, and every kernel file was run; 1: not so; 2:
+input of such a product would pass. The parts `strict`, `invariant` and `direct` use none of them.
+Exit 0: every part ran under every tool to its end and nothing was found, and every kernel was run; 1: not so; 2:
 compute-sanitizer is not there, or takes no device of this machine.
 """
 
@@ -38,7 +39,7 @@ from pathlib import Path
 import psutil
 
 from blink_core.ops.cuda_sources import KERNELS
-from hil_rigs.gpu.sanitize_serve import AT, LIBRARY, MODELS, PARTS, RAN, SERVED, TOOLS
+from hil_rigs.gpu.sanitize_serve import AT, EVERY, LIBRARY, MODELS, RAN, SERVED, TOOLS
 from hil_rigs.gpu.sanitize_warm import LOOK_S, warm_cache
 
 PLACES = ("/usr/local/cuda/bin",)
@@ -49,8 +50,10 @@ MARK = "BLINK_SANITIZE_RUN"  # in the environment of all that a run starts, with
 # cydriver.pyx); it keeps what it finds, and a call of one that is not there raises.
 _LOOKUPS, _ANSWERS = ("cuGetProcAddress", "cuGetProcAddress_v2"), ("CUDA_ERROR_NOT_FOUND", "CUDA_ERROR_INVALID_VALUE")
 PROBES = frozenset((answer, lookup) for answer in _ANSWERS for lookup in _LOOKUPS)
-# Of the stand-in for the resident scheduler, in measurements only.
-NOT_OF_A_STEP = frozenset({"resident_stand_in.cu"})
+# The stand-in for the resident scheduler, in measurements only; the no-op model's step; and what nothing launches.
+NOT_OF_A_STEP = frozenset({"resident_stand_in.cu:resident_stand_in", "step_end.cu:step_noop", "gemm_tile.cu:tile_silu"})
+_KERNEL = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(', re.M)
+_BY_MACRO = re.compile(r"^KERNEL\((\w+),", re.M)  # where the macro's own `NAME` is what _KERNEL sees
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?$|hazards? )", re.MULTILINE)
 _API_ERROR = re.compile(r"^========= Program hit (\w+) \(error \d+\).* on CUDA API call to (\w+)", re.MULTILINE)
 _UNPRINTED = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+ (?:were|was) not printed", re.MULTILINE)
@@ -133,14 +136,20 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
 
 
-def kernel_files() -> set[str]:
-    """Those that a model step can run."""
-    return {path.name for path in KERNELS.glob("*.cu")} - NOT_OF_A_STEP
+def kernels_in(text: str) -> list[str]:
+    """Names of the kernels of a source."""
+    return _KERNEL.findall(text) + _BY_MACRO.findall(text)
+
+
+def all_kernels() -> set[str]:
+    """Those of all files, as file:kernel, that a model step can run."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in KERNELS.glob("*.cu")}
+    return {f"{file}:{name}" for file, text in texts.items() for name in kernels_in(text)} - NOT_OF_A_STEP
 
 
 def not_run(ran: Iterable[str]) -> list[str]:
-    """Kernel files of which nothing ran."""
-    return sorted(kernel_files() - {kernel.partition(":")[0] for kernel in ran})
+    """Kernels that did not run."""
+    return sorted(all_kernels() - set(ran))
 
 
 class Session:
@@ -265,7 +274,7 @@ def _told(text: str, most: int = 12) -> str:
 
 
 def report(rows: list[Found], *, whole: bool) -> int:
-    """Prints the tables and returns the exit status. whole: all parts were asked for, so all kernel files must run."""
+    """Prints the tables and returns the exit status. whole: all parts were asked for, so all kernels must run."""
     print(f"\n{'tool':10s} {'part':10s} {'findings':>8s} {'probes':>6s} {'served':>6s} {'s':>6s}  status")
     for row in rows:
         status = row.status if row.status == "ended" else f"{row.status}, at: {row.reached}"
@@ -294,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(EVERY))
     parser.add_argument("--models", type=Path, help="folder of model folders, served in float32 in place of the parts")
     parser.add_argument(
         "--jobs", type=int, default=0, help="processes at a time; as many as there are cores by default"
@@ -306,8 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(tools) - set(TOOLS):
         parser.error(f"unknown tools {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
     parts = options.parts.split(",") if options.models is None else [MODELS]
-    if options.models is None and (unknown := set(parts) - set(PARTS)):
-        parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.models is None and (unknown := set(parts) - set(EVERY)):
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(EVERY)}")
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the PATH", file=sys.stderr)
@@ -315,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(program, options.models, options.timeout, options.out)
     with ThreadPoolExecutor(options.jobs or len(os.sched_getaffinity(0))) as pool:
         rows = list(pool.map(lambda one: session.one(*one), [(tool, part) for tool in tools for part in parts]))
-    return report(rows, whole=set(parts) == set(PARTS))
+    return report(rows, whole=set(parts) == set(EVERY))
 
 
 if __name__ == "__main__":

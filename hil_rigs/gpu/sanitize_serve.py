@@ -3,8 +3,9 @@
     python -m hil_rigs.gpu.sanitize_serve --part NAME --tool TOOL [--models DIR]
 
 `hil_rigs.gpu.sanitize` runs it, under each tool and once without any, which fills CuPy's cache of compiled kernels. One
-part is one engine: together they run every kernel file of the model step. Lines for the reader: `AT` how far it is,
-`SERVED` what was served, `KERNELS` what ran with a plan in it, as file:kernel. Exit 0: all requests ended as asked.
+part is one engine; the part `direct` launches what no engine's steps hold (`sanitize_kernels`). Together they run every
+kernel that the product launches: `SERVES` and a test say which. Lines for the reader: `AT` how far it is, `SERVED` what
+was served, `KERNELS` what ran with a plan in it, as file:kernel. Exit 0: all requests ended as asked.
 """
 
 from __future__ import annotations
@@ -51,7 +52,20 @@ PARTS = {
     "invariant": Part("bfloat16", experts=True, invariant=True),
     "strict": Part("float32", experts=True, watched=True),
 }
+DIRECT = "direct"  # no engine
+EVERY = (*PARTS, DIRECT)
 MODELS = "models"  # in place of the parts, with --models
+# What the engines' steps hold, by file; the rest is for `direct`. A kernel in neither is one that nobody looks at.
+SERVES = {
+    "attention_decode.cu": "attention_decode", "attention_plan.cu": "attention_plan attention_plan_made",
+    "attention_prefill.cu": "attention_prefill", "attention_strict.cu": "attention_strict",
+    "elementwise.cu": "embedding gather_rows rms_norm add silu_multiply", "rope_kv.cu": "rope_append",
+    "gemm_fixed.cu": "grouped_fixed grouped_fixed_silu", "gemm_skinny.cu": "grouped_skinny_8 grouped_skinny_silu_8",
+    "gemm_tile.cu": "tile grouped_tile grouped_tile_silu",
+    "kv_sanitizer.cu": "kv_tags_begin kv_tags_append kv_tags_check kv_tags_report kv_tags_end",
+    "moe.cu": "moe_route moe_sort moe_route_sort moe_combine", "moe_one.cu": "moe_gate_up_one moe_down_one",
+    "sampler.cu": "sample_rows", "step_end.cu": "step_end capture_rows capture_end", "step_view.cu": "step_view",
+}  # fmt: skip
 SHORT = (3, 20)  # tokens of the greedy prompts; one more, of the last length, samples with all parameters
 # Of a prompt that outlives the others, so that one row is decoded alone. 290: its attention goes in splits. racecheck
 # follows every access to shared memory, so its prompt is shorter.
@@ -111,6 +125,10 @@ class Steps:
         new = self._held.get(bucket, set()) - self.ran
         self.ran |= new
         say(AT, f"step of {bucket.name}, {len(new)} more kernels, {len(self.ran)} so far")
+
+    def direct(self) -> None:
+        """From here on what is launched runs, in no step."""
+        self._current = self.ran
 
 
 _BEGUN = time.monotonic()
@@ -213,10 +231,25 @@ def serve(name: str, network: CudaNetwork, tool: str, *, watched: bool) -> None:
     say(SERVED, f"{name}: {sum(len(a.tokens) for a in answers)} tokens of {len(answers)} requests")
 
 
+def launch_direct(steps: Steps) -> None:
+    """Launches what no serve does. Raises RuntimeError if a kernel made something else than it should."""
+    from blink_core.ops.cuda_ops import CudaOps
+    from hil_rigs.gpu.sanitize_kernels import LIMIT, all_launched
+
+    steps.direct()
+    count = 0
+    for launched in all_launched(CudaOps("bfloat16"), CudaOps("bfloat16", batch_invariant=True)):
+        if not launched.error <= LIMIT:
+            raise RuntimeError(f"{launched.case}: error {launched.error:.3g}, at most {LIMIT}")
+        count += 1
+        say(AT, launched.case)
+    say(SERVED, f"{DIRECT}: {count} launches of {len(steps.ran)} kernels")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=(*PARTS, MODELS), required=True)
+    parser.add_argument("--part", choices=(*EVERY, MODELS), required=True)
     parser.add_argument("--tool", choices=TOOLS, required=True, help="whose workload")
     parser.add_argument("--models", type=Path, help="folder of model folders, for the part 'models'")
     options = parser.parse_args(arguments)
@@ -230,7 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     steps = Steps(options.tool)
     steps.patch()
     say(AT, "imported")
-    if options.part != MODELS:
+    if options.part == DIRECT:
+        launch_direct(steps)
+    elif options.part != MODELS:
         part = PARTS[options.part]
         serve(options.part, network_of(part, LONGEST), options.tool, watched=part.watched)
     else:

@@ -28,7 +28,8 @@ def cache_folder() -> Path:
 def state_of_kernels() -> str:
     """What a compiled kernel depends on, in a word."""
     found = hashlib.sha256()
-    for path in (*sorted(KERNELS.iterdir()), Path(__file__).with_name("sanitize_serve.py")):
+    parts = (Path(__file__).with_name(f"sanitize_{name}.py") for name in ("serve", "kernels"))
+    for path in (*sorted(KERNELS.iterdir()), *parts):
         found.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
     for name in ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc"):
         with suppress(importlib.metadata.PackageNotFoundError):
