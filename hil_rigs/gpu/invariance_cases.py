@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
 from blink_core.ops.cuda_gemm import CudaWeight
+from blink_core.ops.cuda_modules import multiprocessors
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_ops import CudaOps, to_device
 from hil_rigs.gpu.ops_cases import (
@@ -47,6 +48,19 @@ def bits(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
     yield from _norms(ops, rng)
     yield from _attention(ops, rng)
     yield from _moe(ops, rng)
+
+
+def fixed(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
+    """Products and mixtures of this mode in 16-bit types, whatever the mode of ``ops``: of the same bits in any batch
+    and on few multiprocessors, where a block makes several tiles, and right."""
+    if ops.dtype == "float32":
+        return
+    ops = CudaOps(ops.dtype, batch_invariant=True)
+    yield from _products(ops, rng)
+    yield from _moe(ops, rng)
+    yield from _several_tiles(ops, rng)
+    yield from products(ops, rng)
+    yield from moe(ops, rng, SMALL_MOE_CASES)
 
 
 def differing(ops: CudaOps, rng: np.random.Generator) -> int:
@@ -91,6 +105,21 @@ def _products(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
             # The same rows further on: another place in a tile.
             moved = [cp.asnumpy(product(slice(5, 5 + count))) for count in COUNTS if 5 + count <= most]
             yield _counted(ops, f"{name}, moved", f"{n}x{k}", moved, alone[5:])
+
+
+def _several_tiles(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
+    n, k = 1536, 576
+    w, _ = drawn(rng, ops.dtype, n, k, scale=k**-0.5)
+    for rows in (20, 40, 300):
+        x, _ = drawn(rng, ops.dtype, rows, k)
+        whole, few = poisoned(ops, rows, n), poisoned(ops, rows, n)
+        ops.linear(x, CudaWeight(w), whole)
+        ops.kernels.reserved = multiprocessors() - 1
+        try:
+            ops.linear(x, CudaWeight(w), few)
+        finally:
+            ops.kernels.reserved = 0
+        yield _counted(ops, "linear, several tiles a block", f"{rows}x{n}x{k}", [cp.asnumpy(few)], cp.asnumpy(whole))
 
 
 def _norms(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:

@@ -2,9 +2,9 @@
 
     python -m hil_rigs.gpu.ops_check [--only PART,...] [--dtypes T,...] [--skip-timing] [--out DIR] [--seed N]
 
-Parts: rows, products, own, invariance, rope, attention, append, far, torch, moe, one, sampler (checks); bandwidth,
-decode, prefill, gemm, llama, qwen (timings). Raw samples and every comparison go to DIR as JSON. Exit status: 0 all
-comparisons pass, 1 one failed, 2 nothing ran.
+Parts: rows, products, own, invariance, rope, attention, append, far, torch, moe, one, fixed, sampler (checks);
+bandwidth, decode, prefill, gemm, llama, qwen (timings). Raw samples and every comparison go to DIR as JSON. Exit
+status: 0 all comparisons pass, 1 one failed, 2 nothing ran.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import numpy as np
 
 from blink_core.ops.cuda_ops import CudaOps
 from hil_rigs.gpu import ops_timing
+from hil_rigs.gpu.invariance_cases import fixed
 from hil_rigs.gpu.ops_cases import CASES, Outcome
 from hil_rigs.gpu.ops_timing import Timing
 from hil_rigs.gpu.sampler_cases import sampler
 
+CHECKS = CASES | {"fixed": fixed}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,7 +38,7 @@ def check(parts: set[str], dtypes: list[str], seed: int) -> tuple[list[Outcome],
     outcomes: list[Outcome] = []
     broken: list[str] = []
     todo: list[tuple[str, str, Callable[[CudaOps, np.random.Generator], Iterator[Outcome]]]] = [
-        (name, dtype, case) for dtype in dtypes for name, case in CASES.items() if name in parts
+        (name, dtype, case) for dtype in dtypes for name, case in CHECKS.items() if name in parts
     ]
     if "sampler" in parts:
         todo.append(("sampler", "float32", sampler))
@@ -108,7 +110,7 @@ def summary(outcomes: list[Outcome]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    everything = [*CASES, "sampler", "bandwidth", "decode", "prefill", "gemm", "llama", "qwen"]
+    everything = [*CHECKS, "sampler", "bandwidth", "decode", "prefill", "gemm", "llama", "qwen"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(everything))
     parser.add_argument("--skip-timing", action="store_true")

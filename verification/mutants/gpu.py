@@ -20,6 +20,8 @@ PARTS: dict[str, tuple[str, str]] = {
     "attention_prefill.cu": ("attention", "bfloat16"),
     "attention_strict.cu": ("attention", "float32"),
     "elementwise.cu": ("rows", "bfloat16"),
+    "gemm_fixed.cu": ("fixed", "bfloat16"),
+    "gemm_skinny.cu": ("products,own,moe,fixed", "bfloat16"),
     "moe.cu": ("moe", "bfloat16"),
     "moe_choice.cuh": ("one", "bfloat16"),
     "moe_one.cu": ("one", "bfloat16"),

@@ -11,11 +11,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=st
 
 if MISSING is None:
     from blink_core.ops.cuda_ops import CudaOps
-    from hil_rigs.gpu.ops_cases import CASES
+    from hil_rigs.gpu.ops_check import CHECKS
     from hil_rigs.gpu.sampler_cases import sampler
 
-PARTS = ("rows", "products", "own", "invariance", "rope", "attention", "append", "far", "torch", "moe", "one")
-NONE = {("torch", "float32"), ("far", "float32"), ("own", "float32"), ("one", "float32")}
+PARTS = ("rows", "products", "own", "invariance", "rope", "attention", "append", "far", "torch", "moe", "one", "fixed")
+NONE = {("torch", "float32"), ("far", "float32"), ("own", "float32"), ("one", "float32"), ("fixed", "float32")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -23,7 +23,7 @@ NONE = {("torch", "float32"), ("far", "float32"), ("own", "float32"), ("one", "f
 def test_operation_equals_numpy(part: str, dtype: str) -> None:
     """Catches: a wrong page, head, position, window or split, a read beyond a context (NaN and noise are there), a lost
     residual or bias, bits that depend on the batch, and an error above that of the element type."""
-    outcomes = list(CASES[part](CudaOps(dtype), np.random.default_rng(1)))
+    outcomes = list(CHECKS[part](CudaOps(dtype), np.random.default_rng(1)))
     if part == "far" and not outcomes and dtype != "float32":
         pytest.skip("no room for pools of 2^32 elements")
     assert outcomes or (part, dtype) in NONE
@@ -32,7 +32,7 @@ def test_operation_equals_numpy(part: str, dtype: str) -> None:
 
 def test_parts_are_complete() -> None:
     """Catches: a part of the check that is not run by these tests."""
-    assert set(PARTS) == set(CASES)
+    assert set(PARTS) == set(CHECKS)
 
 
 def test_sampler_equals_reference() -> None:
