@@ -1,8 +1,13 @@
-"""Writes what was measured on a machine with a GPU: `python -m hil_rigs.gpu.evidence NAME [--only PART,...]`.
+"""Writes what was measured on a machine with a GPU: `python -m hil_rigs.gpu.evidence NAME [--only PART,...] [--merge]`.
 
 `hil_rigs/evidence/NAME.json` gets the machine, driver, commit, date, a digest of the sources that the figures depend
 on, and each part's raw samples. Nothing else writes there. README rows name the file; once a covered source has changed
 they must say STALE, which `--mark` sees to and a test checks.
+
+A part that fails or hangs costs the others nothing. `--merge` goes on with a record, as long as its digest is that of
+today's sources and its GPU and driver are these: without `--only` it runs the parts that the record lacks, or has as
+failed; a part that fails now leaves what was measured before. So calls of `--limit` seconds each make one record.
+Exit 0: the parts that were asked for are in the record; 1: one is not; 2: nothing was run.
 """
 
 from __future__ import annotations
@@ -12,10 +17,13 @@ import datetime
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +31,9 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "hil_rigs" / "evidence"
 README = ROOT / "README.md"
 STALE = "STALE"
-FACTS_S, GIT_S = 60.0, 60.0
+FACTS_S, GIT_S, KILL_S = 60.0, 60.0, 20.0
+LIMIT_S = 570.0  # of a call; a part whose time does not fit any more is not begun
+SAME = ("gpu", "driver", "cuda_driver")  # facts of the machine that parts of one record share
 # What a figure of the GPU engine depends on.
 COVERED = (
     "blink_core/abi/*.py",
@@ -38,7 +48,7 @@ COVERED = (
     "blink_core/runtime/capture_writer.py",
     "blink_core/runtime/serve_abi.py",
     *(f"hil_rigs/gpu/{name}.py" for name in ("bench", "burn", "freeze", "interference", "ops_timing", "processes")),
-    *(f"hil_rigs/gpu/{name}.py" for name in ("runtime_check", "session")),
+    *(f"hil_rigs/gpu/{name}.py" for name in ("runtime_check", "session", "batch_invariance")),
 )
 NOT_COVERED = ("kv_sanitizer.cu",)  # of another mode
 CHECK = ("-m", "hil_rigs.gpu.runtime_check", "--stage")
@@ -63,6 +73,10 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
         190,
     ),
     "qwen-moe": ((*BENCH, "--stages", "qwen", "--rounds", "3", "--out", "{out}"), 190),
+    "batch-invariance": (
+        ("-m", "hil_rigs.gpu.batch_invariance", "--dtypes", "bfloat16", "--limit", "240", "--out", "{out}"),
+        250,
+    ),
 }
 
 
@@ -106,23 +120,79 @@ def cover(path: Path, root: Path = ROOT) -> None:
 
 
 def run_part(name: str) -> dict[str, Any]:
-    """One part in a process of its own, which is killed when its time is over."""
+    """One part in processes of its own, which are killed when its time is over. With `failed`, `result` is what it had
+    written until then."""
     arguments, limit = PARTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "part.json"
+        out, told, erred = (Path(folder) / name for name in ("part.json", "told", "erred"))
         command = [sys.executable, *(str(out) if a == "{out}" else a for a in arguments)]
         print(f"{name}: {' '.join(command[1:])}", flush=True)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT, check=False)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not over after {limit:.0f} s"}
-        lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(out.read_text()) if out.exists() else json.loads(lines[-1]) if lines else None
-        shown = "\n".join(line for line in done.stdout.splitlines() if not line.startswith(("RESULT ", "{")))
+        with told.open("w") as said, erred.open("w") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=errors, cwd=ROOT,
+                start_new_session=True,  # so that all it starts can be killed: none of it may run beside the next part
+            )  # fmt: skip
+            try:
+                code: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
+        text = told.read_text(errors="replace")
+        result = result_of(out, text)
+        shown = "\n".join(line for line in text.splitlines() if not line.startswith(("RESULT ", "{")))
         print(shown[-1500:], flush=True)
-        if done.returncode != 0 or result is None:
-            return {"failed": f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}", "result": result}
+        if code is None:
+            return {"failed": f"not over after {limit:.0f} s", "result": result}
+        if code != 0 or result is None:
+            reason = erred.read_text(errors="replace") or text
+            return {"failed": f"exit status {code}: {reason[-600:]}", "result": result}
         return {"command": " ".join(arguments), "result": result}
+
+
+def result_of(out: Path, text: str) -> Any:
+    """What a part wrote, or the last RESULT line of what it said; None where there is neither, or half of it."""
+    lines = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
+    with suppress(ValueError):
+        return json.loads(out.read_text()) if out.exists() else json.loads(lines[-1]) if lines else None
+    return None
+
+
+def to_go_on(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """A record that parts measured now may be put into. Raises ValueError where it is of other sources or another
+    machine."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    measured, now = record["sources"]["digest"], sources_digest()
+    if measured != now:
+        raise ValueError(f"{path.name} was measured with sources {measured[:12]}, these are {now[:12]}")
+    for name in SAME:
+        if record["machine"].get(name) != facts.get(name):
+            raise ValueError(f"{path.name}: {name} was {record['machine'].get(name)}, here {facts.get(name)}")
+    return record
+
+
+def measure(record: dict[str, Any], names: Iterable[str], path: Path, limit_s: float) -> list[str]:
+    """Runs parts and writes the record after each, which keeps what it has of a part that fails now. Returns what is
+    not in it for all that: name and reason."""
+    over, missing = time.monotonic() + limit_s, []
+    for name in names:
+        if PARTS[name][1] > over - time.monotonic():
+            missing.append(f"{name} (not begun: no time left)")
+            continue
+        begin = time.monotonic()
+        part = run_part(name)
+        part["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        took = time.monotonic() - begin
+        before = record["parts"].get(name, {"failed": ""})
+        if "failed" not in part or "failed" in before:
+            record["parts"][name] = part
+        if "failed" in part:
+            missing.append(f"{name} ({part['failed'][:100]!r})")
+        print(f"{name}: {'failed' if 'failed' in part else 'measured'} in {took:.0f} s", flush=True)
+        path.write_text(json.dumps(record) + "\n")
+    return missing
 
 
 def machine() -> dict[str, Any]:
@@ -182,7 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", help="of the file")
-    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--only", help="parts, separated by commas; without it all, or with --merge those missing")
+    parser.add_argument("--merge", action="store_true", help="go on with NAME's record, if its digest is today's")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder")
     parser.add_argument("--cover", action="store_true", help="only write NAME's digest anew, after COVERED has grown")
@@ -201,10 +273,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return 0
-    names = options.only.split(",")
+    names = list(PARTS) if options.only is None else options.only.split(",")
     if options.name is None or (unknown := set(names) - set(PARTS)):
         parser.error(f"give a name, and parts of {', '.join(PARTS)}" + (f", not {unknown}" if options.name else ""))
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    path = options.out / f"{options.name}.json"
     record: dict[str, Any] = {
         "schema_version": 1,
         "name": options.name,
@@ -214,13 +287,20 @@ def main(arguments: list[str] | None = None) -> int:
         "sources": {"digest": sources_digest(), "files": len(covered_files()), "patterns": COVERED},
         "parts": {},
     }
+    if options.merge and path.exists():
+        call = {name: record[name] for name in ("date", "commit", "machine")}
+        try:
+            record = to_go_on(path, record["machine"])
+        except (ValueError, KeyError) as error:
+            print(f"error: {error}: nothing is merged into it", file=sys.stderr)
+            return 2
+        record.setdefault("merged", []).append(call)
+        if options.only is None:
+            names = [name for name in names if "failed" in record["parts"].get(name, {"failed": ""})]
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        record["parts"][name] = run_part(name)
-        (options.out / f"{options.name}.json").write_text(json.dumps(record) + "\n")
-    failed = [name for name, part in record["parts"].items() if "failed" in part]
-    print(f"{len(names) - len(failed)} of {len(names)} parts; failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    missing = measure(record, names, path, options.limit)
+    print(f"{len(names) - len(missing)} of {len(names)} parts measured; not: {', '.join(missing) or 'none'}")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -319,6 +319,12 @@ def test_stages_that_hang_fail_or_skip_are_told(
     while gone.exists() and gone.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "the child of a stage that was ended lives on"
     assert (ran["good"].said, ran["alone"].said) == ("fine", "after")
+    kept = {one["stage"]: one["state"] for one in json.loads((tmp_path / "all.json").read_text())}
+    assert kept == {name: r.state for name, r in ran.items()}
+    lines = all_checks.table(list(ran.values()), 9.0)
+    assert len(lines) == 8
+    assert lines[1].split()[:2] == ["good", "pass"]
+    assert float(lines[3].split()[2]) >= 5.0  # what the one that hangs took
     late = run_all(["good"], jobs=1, limit_s=0.0, out=tmp_path, tail=100)
     assert [r.state for r in late] == ["NOT RUN"]
 

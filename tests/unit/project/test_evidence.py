@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hil_rigs.gpu import evidence
 from hil_rigs.gpu.evidence import (
     COVERED,
     FOLDER,
@@ -105,3 +108,86 @@ def test_a_record_is_covered_anew_only_for_the_commit_it_was_measured_at(tmp_pat
     path.write_text(json.dumps(record | {"commit": "1234567"}))
     with pytest.raises(ValueError, match="no commit 1234567"):
         cover(path, root)
+
+
+def part(code: str, limit: float = 20.0) -> tuple[tuple[str, ...], float]:
+    return ("-c", f"import sys, json, time, subprocess, os; {code}", "{out}"), limit
+
+
+def write(value: str) -> str:
+    return f"open(sys.argv[1], 'w').write({value!r})"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[tuple[str, ...], float]]:
+    """Parts of three kinds in place of the real ones, on a machine that is named."""
+    found = {"writes": part(write("[1]")), "tells": part("print('RESULT [2]')"), "third": part(write("[3]"))}
+    monkeypatch.setattr(evidence, "PARTS", found)
+    monkeypatch.setattr(evidence, "machine", lambda: {"gpu": "H", "driver": "1", "cuda_driver": 13000})
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "h.json").read_text())
+    return found
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return {name: found["result"] for name, found in read(folder)["parts"].items()}
+
+
+def test_parts_that_fail_waste_no_others(parts: dict[str, Any], tmp_path: Path) -> None:
+    """Catches: a part that hangs, leaves a child behind, fails or writes half a file, and with it the parts after it or
+    what it had measured until then."""
+    pid = tmp_path / "pid"
+    child = f"p = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(p.pid)); "
+    parts["hangs"] = part(f"{write('[9]')}; {child} time.sleep(600)", 6.0)
+    parts["fails"] = part("print('told'); sys.exit('wrong')")
+    parts["half"] = part(write('{"a": '))
+    parts["last"] = part(write("[5]"))
+    assert evidence.main(["h", "--out", str(tmp_path)]) == 1
+    found = read(tmp_path)["parts"]
+    assert results(tmp_path) == {
+        "writes": [1], "tells": [2], "third": [3], "hangs": [9], "fails": None, "half": None, "last": [5],
+    }  # fmt: skip
+    assert found["hangs"]["failed"] == "not over after 6 s"
+    assert "wrong" in found["fails"]["failed"]
+    assert {name for name, one in found.items() if "failed" in one} == {"hangs", "fails", "half"}
+    gone, deadline = Path(f"/proc/{pid.read_text()}/stat"), time.monotonic() + 20
+    while gone.exists() and gone.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "what a part started lives on beside the next one"
+        time.sleep(0.01)
+
+
+def test_a_record_is_made_in_several_calls(parts: dict[str, Any], tmp_path: Path) -> None:
+    """Catches: parts of an earlier call lost, or measured again though they are there; a failure that replaces what was
+    measured; a part begun for which there is no time."""
+    parts["third"] = part("sys.exit(1)")
+    assert evidence.main(["h", "--out", str(tmp_path), "--only", "writes,third"]) == 1
+    first = read(tmp_path)["parts"]["writes"]
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge", "--limit", "5"]) == 1
+    assert results(tmp_path).keys() == {"writes", "third"}  # each may take 20 s
+    parts["third"] = part(write("[3]"))
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge"]) == 0
+    assert results(tmp_path) == {"writes": [1], "third": [3], "tells": [2]}
+    assert read(tmp_path)["parts"]["writes"] == first
+    parts["writes"] = part("sys.exit(1)")
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge", "--only", "writes"]) == 1
+    assert read(tmp_path)["parts"]["writes"] == first
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge"]) == 0
+    assert len(read(tmp_path)["merged"]) == 2  # calls that measured something
+
+
+def test_parts_of_other_sources_or_machines_are_not_merged(
+    parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: figures of two versions of the code, or of two GPUs, under one digest."""
+    assert evidence.main(["h", "--out", str(tmp_path), "--only", "writes"]) == 0
+    before = (tmp_path / "h.json").read_bytes()
+    monkeypatch.setattr(evidence, "sources_digest", lambda: "0" * 64)
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge"]) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(evidence, "PARTS", parts)
+    monkeypatch.setattr(evidence, "machine", lambda: {"gpu": "H", "driver": "2", "cuda_driver": 13000})
+    assert evidence.main(["h", "--out", str(tmp_path), "--merge"]) == 2
+    assert (tmp_path / "h.json").read_bytes() == before
