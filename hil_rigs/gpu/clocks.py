@@ -1,4 +1,7 @@
-"""What the chip allows itself while something runs: SM clock, power, and whether the power cap holds the clock down."""
+"""What the chip allows itself while something runs: SM clock, power, and whether the power cap holds the clock down.
+
+Power is NVML's, which on an H100 or H200 is the mean of the last second: of less load than that it says little.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ class Clocks:
                 reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
                 self.samples.append((clock, watts, bool(reasons & POWER_CAP)))
                 self._over.wait(EVERY_S)
-        except nvml.NVMLError as error:
-            self.missing = str(error)
+        except Exception as error:  # as above: NVML's, or a function that this version of the package has not
+            self.missing = f"{type(error).__name__}: {error}"
 
     @property
     def line(self) -> str:

@@ -64,7 +64,7 @@ def collect(client: Any, seconds: float) -> dict[str, float]:
     return found | {"seconds": now - begin}
 
 
-def _ends(kinds: Any) -> dict[str, int]:
+def _ends(kinds: Any) -> dict[str, float]:
     return {"ends": int((kinds == EventKind.FINISH).sum()), "errors": int((kinds == EventKind.ERROR).sum())}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -71,8 +72,14 @@ class Timing:
         return asdict(self)
 
 
-def timed(work: Callable[[], None], repeats: int = 1, samples: int = 15) -> list[float]:
-    """Microseconds of one of ``repeats`` calls captured in a graph: ``samples`` replays after two warm ones."""
+def timed(
+    work: Callable[[], None],
+    repeats: int = 1,
+    samples: int = 15,
+    during: AbstractContextManager[object] = nullcontext(),  # noqa: B008
+) -> list[float]:
+    """Microseconds of one of ``repeats`` calls captured in a graph: ``samples`` replays after two warm ones.
+    ``during``: entered for the replays alone, which the first call and the capture leave the GPU idle before."""
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()  # what the default stream prepared
 
@@ -85,14 +92,15 @@ def timed(work: Callable[[], None], repeats: int = 1, samples: int = 15) -> list
         stream.synchronize()
         graph = captured(stream, repeated)
         result = []
-        for i in range(samples + 2):
-            begin, end = cp.cuda.Event(), cp.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            if i >= 2:
-                result.append(cp.cuda.get_elapsed_time(begin, end) * 1e3 / repeats)
+        with during:
+            for i in range(samples + 2):
+                begin, end = cp.cuda.Event(), cp.cuda.Event()
+                begin.record(stream)
+                graph.launch(stream)
+                end.record(stream)
+                end.synchronize()
+                if i >= 2:
+                    result.append(cp.cuda.get_elapsed_time(begin, end) * 1e3 / repeats)
     return result
 
 

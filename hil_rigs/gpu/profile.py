@@ -137,8 +137,8 @@ def by_events(step: Step, samples: int) -> tuple[list[Row], list[float], str]:
     from hil_rigs.gpu.clocks import Clocks
     from hil_rigs.gpu.ops_timing import timed
 
-    with Clocks(str(cp.cuda.runtime.deviceGetPCIBusId(cp.cuda.Device().id))) as clocks:
-        whole = timed(step.run, samples=samples)
+    clocks = Clocks(str(cp.cuda.runtime.deviceGetPCIBusId(cp.cuda.Device().id)))
+    whole = timed(step.run, samples=samples, during=clocks)
     with recorded() as launches:
         step.run()
     groups: dict[tuple[str, int], list[Launch]] = {}
@@ -255,6 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     what = f"prefill chunk of {options.chunk}" if options.chunk else f"decode step of {options.rows} x {CONTEXT}"
     whole: list[float] = []
+    clock = ""
     if options.ncu:
         if shutil.which("ncu") is None:
             print("ncu is not on the path: install Nsight Compute, or leave --ncu out", file=sys.stderr)
@@ -271,8 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"first of {len(whole)} {whole[0]:.1f}, least {min(whole):.1f}, most {max(whole):.1f} us; {clock}")
     print("\n".join(table(rows)))
     if options.out is not None:
-        record = {"shape": options.shape, "what": what, "step_us": whole, "kernels": [asdict(r) for r in rows]}
-        options.out.write_text(json.dumps(record))
+        record = {"shape": options.shape, "what": what, "step_us": whole, "clock": clock}
+        options.out.write_text(json.dumps(record | {"kernels": [asdict(r) for r in rows]}))
     return 0
 
 

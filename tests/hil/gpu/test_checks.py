@@ -113,7 +113,7 @@ def test_a_window_counts_what_came_in_it_by_its_own_time(monkeypatch: pytest.Mon
         now += 0.03
         return {"kind": np.array(next(batches, []), np.uint32)}
 
-    monkeypatch.setattr(freeze.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     found = freeze.collect(MagicMock(poll=poll), 0.05)
     assert found == {"tokens": 4, "ends": 2, "errors": 0, "seconds": pytest.approx(0.06)}
 

@@ -112,3 +112,16 @@ def test_clocks_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     with Clocks("0000:01:00.0") as clocks:
         pass
     assert clocks.line.startswith("clock unknown (")
+
+
+def test_clocks_of_an_nvml_without_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a thread that dies with a traceback beside the table, and a line that does not say why nothing is known,
+    where the package names a function otherwise."""
+    asked = threading.Event()
+    nvml = _Nvml(asked)
+    nvml.asked = 4  # the first question is enough
+    monkeypatch.delattr(_Nvml, "nvmlDeviceGetCurrentClocksThrottleReasons")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with Clocks("0000:01:00.0") as clocks:
+        assert asked.wait(30.0)
+    assert clocks.line.startswith("clock unknown (AttributeError")
