@@ -188,8 +188,9 @@ def test_a_gpu_that_cannot_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     contexts.started(os.getpid())
     unknown = contexts.beside(os.getpid())["unknown"]
     assert "which GPU is the engine's cannot be told" in unknown
-    host = {"frozen": {"tokens": 0}, "frozen_with_new": {"ends": 0}, "moved_while_frozen": []}
-    parts = {part: {"tokens": 9, "ends": 4, "errors": 0} for part in ("running", "frozen", "frozen_with_new", "again")}
+    host = {"frozen": [{"tokens": 0}], "frozen_with_new": {"ends": 0}, "moved_while_frozen": []}
+    window = {"tokens": 9, "ends": 0, "errors": 0, "seconds": 0.4}
+    parts: dict[str, Any] = {"running": [window] * 4, "frozen": [window] * 3, "frozen_with_new": window | {"ends": 4}}
     assert freeze.judge(parts | {"moved_while_frozen": [], "gpu": {"unknown": unknown}}, host) == [
         f"other CUDA contexts: {unknown}"
     ]
