@@ -53,7 +53,8 @@ PROBES = frozenset((answer, lookup) for answer in _ANSWERS for lookup in _LOOKUP
 # The stand-in for the resident scheduler, in measurements only; the no-op model's step; and what nothing launches.
 NOT_OF_A_STEP = frozenset({"resident_stand_in.cu:resident_stand_in", "step_end.cu:step_noop", "gemm_tile.cu:tile_silu"})
 _KERNEL = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(', re.M)
-_BY_MACRO = re.compile(r"^KERNEL\((\w+),", re.M)  # where the macro's own `NAME` is what _KERNEL sees
+_BY_MACRO = re.compile(r"^KERNEL\((\w+),", re.M)  # `KERNEL(NAME, ...)` declares one
+_VARIANT = re.compile(r"^#define KERNEL (\w+)$", re.M)  # `KERNEL` is the name itself
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?$|hazards? )", re.MULTILINE)
 _API_ERROR = re.compile(r"^========= Program hit (\w+) \(error \d+\).* on CUDA API call to (\w+)", re.MULTILINE)
 _UNPRINTED = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+ (?:were|was) not printed", re.MULTILINE)
@@ -137,8 +138,9 @@ def sanitizer() -> str | None:
 
 
 def kernels_in(text: str) -> list[str]:
-    """Names of the kernels of a source."""
-    return _KERNEL.findall(text) + _BY_MACRO.findall(text)
+    """Names of the kernels of a source, of all its variants."""
+    declared = [name for name in _KERNEL.findall(text) if name != "KERNEL"]
+    return declared + _BY_MACRO.findall(text) + _VARIANT.findall(text)
 
 
 def all_kernels() -> set[str]:

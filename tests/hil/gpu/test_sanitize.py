@@ -230,11 +230,21 @@ extern "C" __global__ void __launch_bounds__(f(A), 2)
     on_another_line(int n) {}
 """
     assert sorted(sanitize.kernels_in(text)) == ["bounded", "on_another_line", "plain", "tile", "tile_silu"]
+    text = """
+#if JOINED
+#define KERNEL joined
+#else
+#define KERNEL apart
+#endif
+extern "C" __global__ void __launch_bounds__(32) KERNEL(int n) {}
+"""
+    assert sorted(sanitize.kernels_in(text)) == ["apart", "joined"]
     for path in KERNELS.glob("*.cu"):
         text = path.read_text()
         code = "\n".join(line.partition("//")[0] for line in text.splitlines())
-        declared = code.count("__global__") - len(re.findall(r"__global__ void[^;{]*?\bNAME\(", code))
-        assert len(sanitize.kernels_in(text)) == declared + len(re.findall(r"^KERNEL\(", code, re.M)), path.name
+        named = len(re.findall(r"^KERNEL\(|^#define KERNEL \w+$", code, re.M))
+        declared = code.count("__global__") - len(re.findall(r"__global__ void[^;{]*?\b(?:NAME|KERNEL)\(", code))
+        assert len(sanitize.kernels_in(text)) == declared + named, path.name
 
 
 DIRECT = """
