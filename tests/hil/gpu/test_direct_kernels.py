@@ -1,4 +1,4 @@
-"""Kernels that the sanitizers launch by themselves make what they should, without a sanitizer; skipped without a GPU."""
+"""Kernels that the sanitizers launch by themselves make what they should, here without one; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if MISSING is None:
 
 
 def test_launches_are_those_of_a_step() -> None:
-    """Catches: parameters that a kernel reads otherwise than they are given, so that a sanitizer looks at something that
-    no step does."""
+    """Catches: parameters that a kernel reads otherwise than they are given, so that a sanitizer looks at something
+    that no step does."""
     errors = {x.case: x.error for x in all_launched(CudaOps("bfloat16"), CudaOps("bfloat16", batch_invariant=True))}
     assert len(errors) > 40
     assert {case: error for case, error in errors.items() if not error <= LIMIT} == {}
