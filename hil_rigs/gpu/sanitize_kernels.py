@@ -120,7 +120,7 @@ def _gated(gemm: Gemm, rng: np.random.Generator, rows: int, k: int, *, normed: b
     if not gemm.silu(x, CudaWeight(w), out, Norm(norm, 1e-5) if normed else None):
         raise ValueError(f"no product of {rows} rows ends with SwiGLU")
     host = _normed(x_host, norm_host) if normed else x_host
-    return Launched(f"{rows}x24x{k}, SwiGLU", out, NumpyOps().silu_mul(host @ w_host.T))
+    return Launched(f"{rows}x24x{k}, SwiGLU{', normed' if normed else ''}", out, NumpyOps().silu_mul(host @ w_host.T))
 
 
 def _router(ops: CudaOps, rng: np.random.Generator, hidden: int) -> Iterator[Launched]:
