@@ -44,7 +44,7 @@ CONFIG = Struct(
         Field("vocab", "u32", "true vocabulary size"),
         Field("max_pages", "u32", "pages of one block table: ceil(max_len / page_size)"),
         Field("visibility_us", "u32", "microseconds for which a torn descriptor is read again before ERROR"),
-        Field("paused_limit", "u32", "step boundaries in a row without credits after which a row gives way"),
+        Field("paused_limit", "u32", "step boundaries in a row without credits or mask after which a row gives way"),
         Field("log_entries", "u32", "event-log entries, power of two"),
         Field("log_level", "u32", "LogLevel"),
         Field("n_eos", "u32", "valid entries of eos_ids"),
@@ -221,7 +221,7 @@ REQUEST = Struct(
         Field("preemptions", "u32"),
         Field("paused", "u32", "step boundaries in a row without credits or mask"),
         Field("admitted", "u32", "1 after the first admission"),
-        Field("mask_index", "u32", "output index + 1 whose mask lies in its row"),
+        Field("mask_index", "u32", "output index + 1 whose mask lies in its row, or while it waits is there"),
         Field("mask_box", "u32", "mailbox of a MASKED request"),
     ),
 )

@@ -57,7 +57,7 @@ struct alignas(8) Config {
   uint32_t vocab;  // true vocabulary size
   uint32_t max_pages;  // pages of one block table: ceil(max_len / page_size)
   uint32_t visibility_us;  // microseconds for which a torn descriptor is read again before ERROR
-  uint32_t paused_limit;  // step boundaries in a row without credits after which a row gives way
+  uint32_t paused_limit;  // step boundaries in a row without credits or mask after which a row gives way
   uint32_t log_entries;  // event-log entries, power of two
   uint32_t log_level;  // LogLevel
   uint32_t n_eos;  // valid entries of eos_ids
@@ -326,7 +326,7 @@ struct alignas(8) Request {
   uint32_t preemptions;
   uint32_t paused;  // step boundaries in a row without credits or mask
   uint32_t admitted;  // 1 after the first admission
-  uint32_t mask_index;  // output index + 1 whose mask lies in its row
+  uint32_t mask_index;  // output index + 1 whose mask lies in its row, or while it waits is there
   uint32_t mask_box;  // mailbox of a MASKED request
   uint8_t reserved_[20];
 };

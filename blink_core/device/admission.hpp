@@ -67,16 +67,15 @@ struct RingSet {
 };
 
 BLINK_FN bool may_take_turn(const Context& c, uint32_t ring, uint32_t priority, const RingSet& passed) {
-  const int32_t head = c.rings[ring].wait_head[priority];
+  const int32_t head = first_awake(c, ring, priority);
   if (head < 0 || passed.has(ring)) return false;
   return token_credit(c, uint32_t(head));  // without credits it would hold pages and could not speak
 }
 
 // True if the ring has a head in this class and the deficit for it.
 BLINK_FN bool can_afford(const Context& c, uint32_t ring, uint32_t priority, const RingSet& passed) {
-  const RingState& rs = c.rings[ring];
-  const int32_t head = rs.wait_head[priority];
-  return may_take_turn(c, ring, priority, passed) && rs.deficit[priority] >= admission_cost(c, uint32_t(head));
+  if (!may_take_turn(c, ring, priority, passed)) return false;
+  return c.rings[ring].deficit[priority] >= admission_cost(c, uint32_t(first_awake(c, ring, priority)));
 }
 
 // Passes the turn in a class to the next ring, which gets its quantum if it has somebody to admit. Whoever has nobody
@@ -99,7 +98,7 @@ BLINK_FN void skip_idle_rounds(const Context& c, uint32_t priority, const RingSe
   for (uint32_t ring = 0; ring < c.config->rings; ++ring) {
     if (!may_take_turn(c, ring, priority, passed)) continue;
     const RingState& rs = c.rings[ring];
-    const int64_t short_of = admission_cost(c, uint32_t(rs.wait_head[priority])) - rs.deficit[priority];
+    const int64_t short_of = admission_cost(c, uint32_t(first_awake(c, ring, priority))) - rs.deficit[priority];
     const int64_t needed = (short_of - 1) / c.config->quantum;
     if (rounds < 0 || needed < rounds) rounds = needed;
   }
@@ -121,7 +120,7 @@ BLINK_FN int32_t choose_head(const Context& c, uint32_t priority, const RingSet&
   if (!affordable) skip_idle_rounds(c, priority, passed);
   const uint32_t& turn = c.head->next_ring[priority];
   while (!can_afford(c, turn, priority, passed)) next_turn(c, priority, passed);  // at most one round
-  return c.rings[turn].wait_head[priority];
+  return first_awake(c, turn, priority);
 }
 
 // Moves a waiting request that fits to the running ones and plans its first tokens. Returns how many.
@@ -180,7 +179,7 @@ BLINK_FN int32_t next_head(const Context& c, uint32_t priority, const RingSet& p
   const int32_t holder = c.head->reserved_for;
   if (holder >= 0) {
     const uint32_t ring = c.ring_of(uint32_t(holder));
-    if (c.rings[ring].wait_head[priority] == holder && may_take_turn(c, ring, priority, passed)) return holder;
+    if (first_awake(c, ring, priority) == holder && may_take_turn(c, ring, priority, passed)) return holder;
   }
   return choose_head(c, priority, passed);
 }

@@ -88,10 +88,16 @@ BLINK_FN uint32_t token_events(const Context& c, uint32_t request) {
   return 1 + logprobs_events(c.sampling[request].logprobs);
 }
 
-// True if a token of `request` can be planned: the completion queue keeps room for one terminal event of every slot.
-BLINK_FN bool token_credit(const Context& c, uint32_t request) {
+// True if a token of `request` fits beside `planned` events of others: the completion queue keeps room for one terminal
+// event of every slot.
+BLINK_FN bool credit_beside(const Context& c, uint32_t request, uint64_t planned) {
   const RingState& rs = c.rings[c.ring_of(request)];
-  return unconsumed(rs) + rs.planned + token_events(c, request) + c.config->slots <= c.config->cq_entries;
+  return unconsumed(rs) + planned + token_events(c, request) + c.config->slots <= c.config->cq_entries;
+}
+
+// True if a token of `request` can be planned.
+BLINK_FN bool token_credit(const Context& c, uint32_t request) {
+  return credit_beside(c, request, c.rings[c.ring_of(request)].planned);
 }
 
 BLINK_FN bool older(const Context& c, uint32_t a, uint32_t b) {

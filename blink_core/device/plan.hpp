@@ -62,38 +62,44 @@ BLINK_FN void plan_row(const Context& c, uint32_t request, uint32_t n) {
 }
 
 // Tokens that a running request may compute now, of at most `most`. A prefill without credits or mask may still go up to
-// its last token; what has nothing left then is paused.
+// its last token, in pages that nobody has to give up for it; what has nothing left then is paused.
 BLINK_FN uint32_t tokens_now(const Context& c, uint32_t request, uint32_t most) {
   Request& q = c.requests[request];
   const uint32_t remaining = q.total - q.computed;
   uint32_t n = remaining < most ? remaining : most;
-  if (n == remaining && !(token_credit(c, request) && has_mask(c, request))) {
-    --n;
+  const bool speaks = token_credit(c, request) && has_mask(c, request);
+  if (!speaks && n > 0) {
+    const uint32_t room = (q.n_pages + available_pages(c)) * c.config->page_size - q.computed;
+    if (n == remaining) --n;
+    if (n > room) n = room;
     if (n == 0) ++q.paused;
   }
-  if (n > 0) q.paused = 0;
+  if (speaks || n > 0) q.paused = 0;
   return n;
 }
 
-// Requests from place `from` of the running list that need one token only.
+// Whether a request needs one token only and could have it when planning began.
+BLINK_FN bool is_ready_decode(const Context& c, uint32_t request) {
+  const Request& q = c.requests[request];
+  return q.total - q.computed == 1 && credit_beside(c, request, 0) && has_mask(c, request);
+}
+
+// Such requests from place `from` of the running list.
 BLINK_FN uint32_t count_decodes(const Context& c, uint32_t from) {
   uint32_t decodes = 0;
-  for (uint32_t i = from; i < c.head->running; ++i) {
-    const Request& q = c.requests[c.running[i]];
-    decodes += q.total - q.computed == 1 ? 1 : 0;
-  }
+  for (uint32_t i = from; i < c.head->running; ++i) decodes += is_ready_decode(c, c.running[i]) ? 1 : 0;
   return decodes;
 }
 
-// Plans running requests in order of service. Every decode keeps one token of the budget, so no prefill can starve it.
-// Returns what is left of the budget.
+// Plans running requests in order of service. Every decode that can have its token keeps one of the budget, so no prefill
+// can starve it. Returns what is left of the budget.
 BLINK_FN uint32_t plan_running(const Context& c, uint32_t budget) {
   uint32_t decodes = count_decodes(c, 0);
   for (uint32_t i = 0; i < c.head->running;) {
     const uint32_t request = c.running[i];
     const Request& q = c.requests[request];
     const bool decode = q.total - q.computed == 1;
-    if (decode) --decodes;
+    if (is_ready_decode(c, request)) --decodes;
     const uint32_t n = tokens_now(c, request, decode ? 1 : budget - decodes);
     if (n == 0) {
       ++i;

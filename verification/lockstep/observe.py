@@ -138,7 +138,7 @@ def _request(out: list[int], q: Request) -> None:
         q.computed,
     )
     out += (q.emitted, q.published, q.cached, q.row, q.preemptions)
-    out += (*((q.paused, q.mask_index) if q.row >= 0 else (0, 0)), q.admitted, d.mask_box)
+    out += (q.paused if q.row >= 0 else 0, q.mask_index, q.admitted, d.mask_box)
     out += sampling_of(d)
     for pair in q.bias:
         out += pair

@@ -196,9 +196,12 @@ class Runner:
         self.post(ring, slot, self.descriptor(x, ring, slot, generation))
 
     def burst(self, x: bytes) -> None:
-        """Several at once: pressure on rows, pages and credits."""
+        """Several at once: pressure on rows, pages and credits; x[7] says whether all, or all but the first, want masks,
+        which come late."""
         for i in range(2 + x[7] % 3):
-            self.submit(bytes((*x[:2], x[2] + i & 255, *x[3:])))
+            masked = x[7] >= 208 or (x[7] >= 144 and i > 0)
+            flags = x[4] & 0xF8 | 5 if masked else x[4]
+            self.submit(bytes((*x[:2], x[2] + i & 255, x[3], flags, *x[5:])))
 
     def bad(self, x: bytes) -> None:
         faulty.submit(self, x)

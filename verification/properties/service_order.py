@@ -1,7 +1,8 @@
 """Who is served when, by the event log (level ALL): the clauses of `queue_ordering` that span rings (design section 4).
 
 Clauses:
-  fifo          within ring and class, whoever is admitted is the oldest that waits
+  fifo          within ring and class, whoever is admitted is the oldest that waits and is not asleep: it ran before and
+                lacks the mask of its next token
   class-order   nobody is admitted while a more urgent request waits, but at the boundary that gives a reservation up
   reservation   while a request that does not fit holds the reservation, nobody of its class or below is admitted before
                 it; it is held for at most Config.reservation_steps steps that had tokens left
@@ -49,8 +50,15 @@ class _Waiter:
     cost: int
     age: int
     expires: int | None
+    masked: bool = False
+    tokens: int = 0
+    mask: int = -1  # output index of the newest mask that the engine found
     admitted: bool = False
     overtaken: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def asleep(self) -> bool:
+        return self.admitted and self.masked and self.mask != self.tokens
 
     def __str__(self) -> str:
         return "ring {}, slot {}, generation {}".format(*self.key)
@@ -104,8 +112,8 @@ class _Service:
 
     def next_of(self, ring: int, priority: int) -> _Waiter | None:
         """Who is next of ring and class, unless the ring may be short of credits."""
-        line = self.waiting.get((ring, priority), [])
-        return line[0] if line and not self.short(ring) else None
+        line = (w for w in self.waiting.get((ring, priority), []) if not w.asleep)
+        return None if self.short(ring) else next(line, None)
 
     def spoken(self, ring: int, events: int) -> None:
         self.tails[ring] += events
@@ -134,8 +142,12 @@ class _Service:
         place = waiter.key[0], waiter.priority
         if waiter in self.waiting[place]:
             self.waiting[place].remove(waiter)
-            if not self.waiting[place]:
-                self.forget_races(lambda a, b, p: place[0] in (a, b) and p == place[1])
+            self.drop_out(*place)
+
+    def drop_out(self, ring: int, priority: int) -> None:
+        """A ring competes for a class no longer, if nobody of it does."""
+        if all(w.asleep for w in self.waiting[ring, priority]):
+            self.forget_races(lambda a, b, p: ring in (a, b) and p == priority)
 
     # ---- entries; each method gets the key, a, b and c
 
@@ -145,7 +157,8 @@ class _Service:
             self.unknown += 1
             return
         expires = self.clock + spec.params.deadline_us if spec.params.deadline_us else None
-        made = _Waiter(key, spec.params.priority, self.cost(spec), self.arrivals, expires)
+        masked = spec.mask_seed is not None
+        made = _Waiter(key, spec.params.priority, self.cost(spec), self.arrivals, expires, masked)
         self.arrivals += 1
         self.alive[key] = made
         self.queue(made)
@@ -162,7 +175,8 @@ class _Service:
                 self.need(
                     ok, "class-order", f"{x} of class {x.priority} was admitted while {urgent} of {priority} waited"
                 )
-        line = [w for w in self.waiting[key[0], x.priority] if w is x or w.key not in self.gave_way]
+        self.need(not x.asleep, "fifo", f"{x} was admitted again without the mask of its next token")
+        line = [w for w in self.waiting[key[0], x.priority] if w is x or (w.key not in self.gave_way and not w.asleep)]
         self.need(bool(line) and line[0] is x, "fifo", f"{x} was admitted, {line[0] if line else 'nobody'} is older")
         h = self.holder
         if h is not None and h is not x and x.priority >= h.priority and self.next_of(h.key[0], h.priority) is h:
@@ -171,6 +185,7 @@ class _Service:
             self._charge(x)
             x.admitted = True
         x.overtaken.clear()  # should it give way, its next wait counts by itself
+        x.mask = -1
         self.leave(x)
 
     def _charge(self, x: _Waiter) -> None:
@@ -209,8 +224,20 @@ class _Service:
 
     def preempt(self, key: Key, *_: int) -> None:
         if key in self.alive:
-            self.queue(self.alive[key])
+            x = self.alive[key]
+            self.queue(x)
             self.gave_way.add(key)
+            self.drop_out(key[0], x.priority)
+
+    def mask(self, key: Key, index: int, *_: int) -> None:
+        x = self.alive.get(key)
+        if x is None:
+            return
+        woken, x.mask = x.asleep, index
+        line = self.waiting[key[0], x.priority]
+        if woken and x in line:  # those behind it are not the next any more
+            for behind in line[line.index(x) + 1 :]:
+                behind.overtaken.clear()
 
     def over(self, key: Key, *_: int) -> None:
         self.spoken(key[0], 1)
@@ -275,8 +302,10 @@ class _Service:
             ok = self.clock < waiter.expires
             self.need(ok, "deadline", f"{waiter} was planned at clock {self.clock}, its deadline is {waiter.expires}")
 
-    def token(self, key: Key, *_: int) -> None:
+    def token(self, key: Key, index: int, *_: int) -> None:
         self.spoken(key[0], self.widest)
+        if key in self.alive:
+            self.alive[key].tokens = index + 1
 
     def reject(self, key: Key, *_: int) -> None:
         self.spoken(key[0], 1)
@@ -300,6 +329,7 @@ class _Service:
             LogKind.ERROR: self.error,
             LogKind.STEP: self.step,
             LogKind.TOKEN: self.token,
+            LogKind.MASK: self.mask,
             LogKind.PLAN_ROW: self.plan_row,
             LogKind.EPOCH: self.epoch,
             LogKind.RESERVATION: self.reservation,

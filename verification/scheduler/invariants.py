@@ -58,6 +58,11 @@ class Row:
         """True if no mask is missing for the next token."""
         return not self.flags & SlotFlag.MASKED or self.mask_index == self.emitted + 1
 
+    @property
+    def asleep(self) -> bool:
+        """True of a waiting request that ran before, and that could only wait for its mask if it ran again."""
+        return bool(self.state == RequestState.WAITING and self.admitted and not self.unmasked)
+
 
 @dataclass
 class Page:
@@ -256,8 +261,14 @@ def token_credit(s: State, request: int) -> bool:
 
 
 def heads(s: State, priority: int) -> list[int]:
-    """Oldest waiting request of each ring in a class."""
-    return [rs["wait_head"][priority] for rs in s.rings if rs["wait_head"][priority] >= 0]
+    """Oldest waiting request of each ring in a class that is not asleep."""
+    found = []
+    for rs in s.rings:
+        at = rs["wait_head"][priority]
+        while at >= 0 and s.requests[at].asleep:
+            at = s.requests[at].next
+        found += [at] if at >= 0 else []
+    return found
 
 
 def fits(s: State, request: int) -> bool:
@@ -273,15 +284,21 @@ def fits(s: State, request: int) -> bool:
 def check_progress(s: State, before: State, launched: bool, planned: set[int], budget_left: int) -> None:
     """A decode with credits and mask is in every plan; nobody who could run is left out for nothing.
 
+    Nor is anybody admitted again who could only wait.
+
     before: as it was before the boundary.
     """
     for request in s.running:
-        q = s.requests[request]
+        q, earlier = s.requests[request], before.requests[request]
+        same = q.generation == earlier.generation
+        assert not (same and earlier.asleep), f"request {request} was admitted again without its mask"
         if q.total - q.computed == 1 and request not in planned:
             free = token_credit(s, request) and q.unmasked
             assert not free, f"request {request} was left out of the plan with credit and mask"
-        if not launched:
-            assert q.total - q.computed == 1, f"request {request} could go on and no step was launched"
+        if not launched and q.total - q.computed > 1:
+            able = token_credit(s, request) and q.unmasked
+            room = q.n_pages * s.config.page_size > q.computed or s.header["free_pages"] + s.header["idle_cached"]
+            assert not able and not room, f"request {request} could go on and no step was launched"
     holder = s.header["reserved_for"]
     for priority in range(PRIORITIES):
         if holder >= 0 and s.requests[holder].priority <= priority and token_credit(s, holder):

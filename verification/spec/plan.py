@@ -15,11 +15,12 @@ def make_plan(s: State) -> list[PlanRow]:
     rows: list[PlanRow] = []
     enforce_reservation(s)
     budget = s.config.token_budget
+    able = {r for r in s.running if has_credits(s, r) and not r.lacks_mask}  # before anything is planned
     for request in tuple(s.running):
         if request.state != RequestState.RUNNING:
             continue
         later = s.running[s.running.index(request) + 1 :]
-        decodes = sum(len(other.tokens) - other.computed == 1 for other in later)  # P1
+        decodes = sum(len(other.tokens) - other.computed == 1 and other in able for other in later)  # P1
         planned = plan_request(s, rows, request, budget - decodes)
         if planned < 0:
             break
@@ -37,14 +38,14 @@ def has_credits(s: State, request: Request) -> bool:  # P3
 def plan_request(s: State, rows: list[PlanRow], request: Request, budget: int) -> int:
     """P2, P4: tokens planned, or -1 if the request had to give way to itself."""
     remaining = len(request.tokens) - request.computed
-    count = min(remaining, budget)
-    lacks = not has_credits(s, request) or (request.masked and request.mask_index != request.emitted + 1)
-    if count == remaining and lacks:  # P2
-        count -= 1
-        if not count:
-            request.paused += 1
-            return 0
-    request.paused = 0
+    count = min(remaining, budget) if remaining > 1 else 1
+    able = has_credits(s, request) and not request.lacks_mask
+    if count and not able:  # P2
+        held = (len(request.pages) + kv.available(s)) * s.config.page_size
+        count = min(count, remaining - 1, held - request.computed)
+        request.paused += not count
+    if able or count:
+        request.paused = 0
     if not count:
         return 0
     context_len, sample = request.computed + count, int(count == remaining)
@@ -123,8 +124,8 @@ def hold_reservation(s: State, request: Request) -> None:  # A5
 
 def head(s: State, ring: Ring, level: int, passed: set[Ring]) -> Request | None:
     """The ring's head of a class, if it has credits (A2) and was not passed over (A7)."""
-    waiting = ring.waiting[level]
-    return waiting[0] if waiting and ring not in passed and has_credits(s, waiting[0]) else None
+    first = next((request for request in ring.waiting[level] if not request.asleep), None)
+    return first if first is not None and ring not in passed and has_credits(s, first) else None
 
 
 def choose(s: State, level: int, passed: set[Ring]) -> Request | None:

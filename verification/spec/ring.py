@@ -178,8 +178,9 @@ def cancel(s: State, ring: Ring, slot: int, generation: int, index: int) -> None
 
 
 def masks(s: State) -> None:  # R11
-    for request in s.running:
-        if not request.masked or request.mask_index == request.emitted + 1:
+    waiting = [request for ring in s.rings for level in ring.waiting for request in level if request.asleep]
+    for request in [*s.running, *waiting]:
+        if not request.lacks_mask:
             continue
         box = request.ring.memory.boxes[request.descriptor.mask_box]
         if box.ready != request.generation << 40 | request.slot << 28 | request.emitted + 1:

@@ -267,7 +267,8 @@ class Clauses : public Recount {
     }
   }
 
-  // A2, L2: within ring and class nobody is admitted before an elder that waits all the while.
+  // A2, L2: within ring and class nobody is admitted before an elder that waits all the while. No scope has masks, so
+  // nobody sleeps.
   void service_order() {
     const Context& c = now();
     for (uint32_t i = 0; i < c.head->running; ++i) {

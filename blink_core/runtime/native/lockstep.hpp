@@ -307,7 +307,7 @@ class Lockstep {
     const Sampling& s = state<Sampling>(sl_.sampling)[index];
     put(q.arrival, q.tag, q.expires, q.generation, q.priority, q.prompt_len, q.max_tokens, q.computed, q.emitted,
         q.published, q.cached, q.row, q.preemptions);
-    put(q.row < 0 ? 0 : q.paused, q.row < 0 ? 0 : q.mask_index, q.admitted != 0, q.mask_box);
+    put(q.row < 0 ? 0 : q.paused, q.mask_index, q.admitted != 0, q.mask_box);
     put(s.seed, bits_of(s.temperature), bits_of(s.top_p), bits_of(s.min_p), s.top_k, bits_of(s.repetition_penalty),
         bits_of(s.presence_penalty), bits_of(s.frequency_penalty), s.min_tokens, s.prompt_len, s.n_bias, s.logprobs,
         s.flags, s.choice, s.n_stop);

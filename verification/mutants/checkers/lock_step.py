@@ -85,6 +85,38 @@ THEMES: tuple[Theme, ...] = (
             *(("mask", {3: (0,)}), ("step", {}), ("mask", {3: (0,)}), ("poll", {}), ("step", {})),
         ),
     ),
+    # Masks are late: for rows that gave way, and for an urgent prompt that others' growth leaves no page for.
+    Theme(
+        ("step", "burst"),
+        {15: (0, 1, 2), 9: (0, 1, 2), 0: (1, 2), 2: (1, 2, 3), 3: (2, 3, 4), 11: (0, 1, 8), 13: (2,)},
+        (
+            *(("submit", _MASKED), ("submit", _MASKED), ("step", {}), ("step", {2: (2,)}), ("submit", _MASKED)),
+            *(("step", {2: (2,)}), ("mask", {3: (0,)}), ("poll", {}), ("step", {2: (2,)})),
+        ),
+    ),
+    Theme(
+        ("step",),
+        {
+            15: (0,),
+            0: (2,),
+            1: (0,),
+            2: (1,),
+            3: (4,),
+            6: (1,),
+            7: (0,),
+            9: (0, 1),
+            10: (1,),
+            11: (24,),
+            13: (2,),
+            14: (0, 1),
+        },
+        (
+            *(("submit", {1: (0,), 3: (40, 47), 4: (34,), 5: (0,), 6: (0,), 7: (0,)}), ("poll", {1: (0,)})),
+            *(("step", {1: (0,), 2: (0, 1, 2)}), ("step", {1: (0,), 2: (2,)})),
+            *(("submit", {1: (4,), 3: (6, 46), 4: (5,), 5: (0,), 6: (0,), 7: (0,)}), ("poll", {1: (0,)})),
+            *(("step", {1: (0,), 2: (2,)}),) * 3,
+        ),
+    ),
     # Pages without holders are found by a request that needs nearly all of the pool.
     Theme(
         ("step",),
