@@ -171,12 +171,12 @@ class Driver:
         if any(q.paused and len(q.tokens) - q.computed > 1 for q in m.running):
             seen.add("prefill paused for want of pages")
         waiting = [q for r in m.rings for level in r.waiting for q in level]
-        if any(q.asleep for q in waiting):
+        if any(q.wants_mask() for q in waiting):
             seen.add("request asleep")
         if any(entry[1] == LogKind.MASK and q.key == entry[2:5] for entry in m.log for q in waiting):
             seen.add("request woken by its mask")
         admitted = [q for q in m.running if any(e[1] == LogKind.ADMIT and q.key == e[2:5] for e in m.log)]
-        if any(q.asleep and q.ring is young.ring and q.order < young.order for q in waiting for young in admitted):
+        if any(q.wants_mask() and q.ring is young.ring and q.order < young.order for q in waiting for young in admitted):
             seen.add("request admitted past one asleep")
         if any(not row.sample for row in rows):
             seen.add("chunked prefill")

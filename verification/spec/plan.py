@@ -15,7 +15,7 @@ def make_plan(s: State) -> list[PlanRow]:
     rows: list[PlanRow] = []
     enforce_reservation(s)
     budget = s.config.token_budget
-    able = {r for r in s.running if has_credits(s, r) and not r.lacks_mask}  # before anything is planned
+    able = {r for r in s.running if has_credits(s, r) and not r.wants_mask()}  # before anything is planned
     for request in tuple(s.running):
         if request.state != RequestState.RUNNING:
             continue
@@ -39,7 +39,7 @@ def plan_request(s: State, rows: list[PlanRow], request: Request, budget: int) -
     """P2, P4: tokens planned, or -1 if the request had to give way to itself."""
     remaining = len(request.tokens) - request.computed
     count = min(remaining, budget) if remaining > 1 else 1
-    able = has_credits(s, request) and not request.lacks_mask
+    able = has_credits(s, request) and not request.wants_mask()
     if count and not able:  # P2
         held = (len(request.pages) + kv.available(s)) * s.config.page_size
         count = min(count, remaining - 1, held - request.computed)
@@ -124,7 +124,7 @@ def hold_reservation(s: State, request: Request) -> None:  # A5
 
 def head(s: State, ring: Ring, level: int, passed: set[Ring]) -> Request | None:
     """The ring's head of a class, if it has credits (A2) and was not passed over (A7)."""
-    first = next((request for request in ring.waiting[level] if not request.asleep), None)
+    first = next((request for request in ring.waiting[level] if not request.wants_mask()), None)
     return first if first is not None and ring not in passed and has_credits(s, first) else None
 
 

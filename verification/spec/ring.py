@@ -178,10 +178,8 @@ def cancel(s: State, ring: Ring, slot: int, generation: int, index: int) -> None
 
 
 def masks(s: State) -> None:  # R11
-    waiting = [request for ring in s.rings for level in ring.waiting for request in level if request.asleep]
-    for request in [*s.running, *waiting]:
-        if not request.lacks_mask:
-            continue
+    lists = [s.running, *(level for ring in s.rings for level in ring.waiting)]
+    for request in [request for some in lists for request in some if request.wants_mask()]:
         box = request.ring.memory.boxes[request.descriptor.mask_box]
         if box.ready != request.generation << 40 | request.slot << 28 | request.emitted + 1:
             continue

@@ -102,15 +102,9 @@ class Request:
         self.event_cost = 1 + (descriptor.logprobs + 1) // 2  # P3
         self.masked = bool(descriptor.flags & SlotFlag.MASKED)
 
-    @property
-    def lacks_mask(self) -> bool:
-        """Whether the mask of its next output index is not known to be there (R11)."""
-        return self.masked and self.mask_index != self.emitted + 1
-
-    @property
-    def asleep(self) -> bool:
-        """A2: it waits, ran before, and has nothing to run for."""
-        return bool(self.admitted) and self.lacks_mask
+    def wants_mask(self) -> bool:
+        """R11: it has run, and does not know the mask of its next output index to be there; if it waits it is asleep."""
+        return bool(self.masked and self.admitted and self.mask_index != self.emitted + 1)
 
 
 @dataclass(slots=True)

@@ -197,6 +197,30 @@ def test_slow_consumer_pauses_its_own_ring_only() -> None:
     assert all(x.terminal == (FINISH, FinishReason.LENGTH, 10) for x in held)
 
 
+def test_paused_decodes_keep_no_token_of_the_budget() -> None:
+    """Catches: a prompt read a token a step, because another ring's rows, which nobody reads, keep the rest of the
+    budget."""
+    h = Harness(small_config(rings=2, slots=3, cq_entries=8, sq_entries=8, max_rows=4, token_budget=4, paused_limit=99))
+    h.attach()
+    slow, quick = h.fronts
+    slow.withhold = True
+    held = [slow.submit([1 + i, 2], 9, flags=1, priority=1) for i in range(3)]
+    for _ in range(8):
+        h.tick()
+    assert all(x and request(h, x).paused > 0 for x in held)
+    x = submit(quick, 16, 2)
+    h.poll()
+    for _ in range(4):
+        assert h.boundary()
+        h.run_model()
+        h.poll()
+    h.boundary()
+    assert len(x.tokens) == 1
+    h.run_model()
+    slow.withhold = False
+    h.settle()
+
+
 def test_cancels_pass_when_credits_are_short() -> None:
     """Catches: a submission queue that is not read while credits are short, so that cancels starve."""
     h, front = started(slots=2, max_rows=2, cq_entries=4, sq_entries=8)

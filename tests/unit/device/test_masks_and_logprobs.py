@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blink_core.abi.enums import ErrorReason, EventKind, FinishReason, LogKind, SlotFlag
+from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason, LogKind, SlotFlag
 from tests.unit.device.scenarios import ERROR, FINISH, request, started
 from verification.scheduler.front_end import FrontEnd, Submission
 from verification.scheduler.harness import Harness, small_config
@@ -118,6 +118,128 @@ def test_rows_without_mask_give_way_in_the_end() -> None:
     assert other.terminal == (FINISH, FinishReason.LENGTH, 4)
     h.settle()
     assert stuck.terminal == (FINISH, FinishReason.LENGTH, 4)
+
+
+def late(boundaries: int) -> tuple[int, int]:
+    """Steps and preemptions of four masked requests that outgrow the pool; at each fifth token their front end does
+    nothing for so many boundaries."""
+    fields = {"max_rows": 6, "token_budget": 11, "masks": 4, "max_len": 40, "cq_entries": 64}
+    h, front = started(pages=2 + 16, **fields)
+    made = [front.submit([1 + (7 * i + 3 * j * (i + 1)) % 30 for j in range(12)], 8, flags=MASKED) for i in range(4)]
+    steps = heard = 0
+    for _ in range(400):
+        h.post_masks()
+        steps += step(h)
+        if len(front.live) == 0:
+            break
+        if (tokens := sum(len(x.tokens) for x in made if x)) >= heard + 5:
+            heard = tokens
+            for _ in range(boundaries):
+                if h.boundary():
+                    h.run_model()
+                    steps += 1
+                h.poll()
+    assert [x and x.terminal for x in made] == [(FINISH, FinishReason.LENGTH, 8)] * 4
+    return steps, int(h.state["header"]["preemptions"][0])
+
+
+def test_late_masks_make_no_work() -> None:
+    """Catches: rows without masks that make room for each other, compute all they had again and give way again, as
+    often as the masks are late; so does a page pool that holds three of four."""
+    steps, preemptions = late(40)
+    assert late(160) == (steps, preemptions), "what is done hangs on how late the masks are"
+    assert preemptions > 0
+    assert steps <= 60
+
+
+def asleep(**fields: Any) -> tuple[Harness, FrontEnd, Submission]:
+    """A request that gave the only row to another one, and has no mask."""
+    h, front = started(max_rows=1, paused_limit=2, **fields)
+    sleeper, other = submit(front, 4, 4), submit(front, 3, 2, flags=1)
+    for _ in range(12):
+        step(h)
+    assert other.terminal == (FINISH, FinishReason.LENGTH, 2)
+    return h, front, sleeper
+
+
+def test_who_gave_way_sleeps_until_its_mask_is_there() -> None:
+    """Catches: a request admitted again before its mask is there, or not when it is; one behind it in its ring that
+    waits for that mask too; a mask that counts though it is torn, an old one's or another's."""
+    h, front, sleeper = asleep()
+    admissions = int(h.state["header"]["admissions"][0])
+    assert request(h, sleeper).row == -1
+    front.post_mask(sleeper, index=1)
+    step(h)
+    front.post_mask(sleeper, torn=True)
+    step(h)
+    assert int(h.state["rings"]["bad_masks"][0]) == 1
+    younger = submit(front, 5, 2, flags=1)
+    for _ in range(6):
+        step(h)
+    assert younger.terminal == (FINISH, FinishReason.LENGTH, 2)
+    assert int(h.state["header"]["admissions"][0]) == admissions + 1
+    front.post_mask(sleeper)
+    step(h)
+    step(h)
+    assert request(h, sleeper).row >= 0
+    h.settle()
+    assert sleeper.terminal == (FINISH, FinishReason.LENGTH, 4)
+
+
+@pytest.mark.parametrize("end", ["cancel", "lease", "deadline", "drain"])
+def test_a_sleeper_ends_like_any_other(end: str) -> None:
+    """Catches: a sleeping request that no cancel, lease or deadline reaches, or that a drain does not wait for."""
+    h, front, sleeper = asleep(lease_us=40 if end == "lease" else 0)
+    if end == "cancel":
+        front.cancel(sleeper)
+        step(h)
+        assert sleeper.terminal == (FINISH, FinishReason.CANCELLED, 0)
+    elif end == "lease":
+        for _ in range(40):
+            step(h)
+        assert sleeper.terminal == (ERROR, ErrorReason.LEASE_LOST, 0)
+    elif end == "deadline":
+        doomed = submit(front, 4, 4, deadline_us=60)
+        for _ in range(60):
+            step(h)
+        assert doomed.terminal == (ERROR, ErrorReason.DEADLINE, 0)
+    else:
+        h.control["control"]["drain_request"] = 1
+        for _ in range(20):
+            step(h)
+        assert int(h.state["header"]["state"][0]) == EngineState.DRAINING
+        front.post_mask(sleeper)
+        h.settle()
+        assert sleeper.terminal == (FINISH, FinishReason.LENGTH, 4)
+        assert int(h.state["header"]["state"][0]) == EngineState.DRAINED
+
+
+def test_nobody_gives_way_to_a_prompt_without_its_mask() -> None:
+    """Catches: a row that cannot sample yet and makes others give up pages for its prompt; one that does not take them
+    when its mask has come."""
+    h, front = started(pages=2 + 6, max_rows=3, token_budget=3, prefix_cache=0, paused_limit=100)
+    speak = [submit(front, 1, 14, flags=1, priority=1)]
+    for _ in range(4):
+        step(h)
+    speak.append(submit(front, 1, 14, flags=1, priority=1))
+    for _ in range(3):
+        step(h)
+    waits = submit(front, 8, 2)
+    while request(h, waits).paused == 0:
+        assert request(h, waits).computed < 7, "no page was wanted"
+        step(h)
+    assert int(h.state["header"]["free_pages"][0]) == 0
+    assert request(h, waits).computed == 4, "what its pages hold is computed"
+    assert [request(h, x).preemptions for x in speak] == [0, 0]
+    front.post_mask(waits)
+    h.poll()
+    h.boundary()
+    assert [request(h, x).preemptions for x in speak] == [0, 1]
+    assert request(h, waits).n_pages == 2
+    h.run_model()
+    h.settle()
+    assert waits.terminal == (FINISH, FinishReason.LENGTH, 2)
+    assert [x.terminal for x in speak] == [(FINISH, FinishReason.LENGTH, 14)] * 2
 
 
 def test_masks_are_refused_without_mailboxes() -> None:

@@ -53,6 +53,11 @@ def _first_paused(s: State) -> Request | None:
     return next((r for r in s.running if r.paused >= s.config.paused_limit), None)
 
 
+def _restless_head(s: State, ring: Ring, level: int, passed: set[Ring]) -> Request | None:
+    first = next(iter(ring.waiting[level]), None)
+    return first if first is not None and ring not in passed and plan.has_credits(s, first) else None
+
+
 def _due_late(s: State) -> bool:
     return s.boundaries - s.reserved_since > s.config.reservation_steps
 
@@ -82,6 +87,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ("stop ids at min_tokens", "C4", machine, "end_of", _eager_end),
     ("no credits kept for terminal events", "P3", plan, "has_credits", _greedy_credits),
     ("the first paused row gives way", "P4", plan, "paused_row", _first_paused),
+    ("a request comes back before its mask", "A2", plan, "head", _restless_head),
     ("reservation due one boundary late", "A5", plan, "reservation_due", _due_late),
     ("deficit kept by a ring without requests", "A2", plan, "pass_turn", _kept_deficit),
     ("NO_PREFIX_CACHE not heeded", "K8", kv, "shares", _shared_flags),

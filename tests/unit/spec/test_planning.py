@@ -165,6 +165,39 @@ def test_every_decode_keeps_a_token_of_the_budget() -> None:
     assert planned(s.tick()) == [(1, 3), (0, 1)]
 
 
+def test_decode_that_cannot_have_its_token_keeps_none() -> None:
+    """Catches: P1 broken: budget kept for a row that lacks its mask or its ring credits."""
+    s = Small(slots=3, max_rows=4, token_budget=4, cq_entries=8, sq_entries=8, rings=2, paused_limit=99)
+    s.submit(0, (1,), 9, priority=1, flags=MASKED)
+    s.submit(0, (1,), 9, priority=1, ring=1)
+    s.go()
+    s.run(6)
+    assert [q.paused > 0 for q in s.running] == [True, True]
+    s.submit(1, (2,) * 10, 1)
+    s.go()
+    assert [planned(s.tick()) for _ in range(3)] == [[(1, 4)], [(1, 4)], [(1, 2)]]
+
+
+def test_nobody_gives_way_to_a_row_that_cannot_speak() -> None:
+    """Catches: P2 broken: a prompt without its mask, or credits, that takes others' pages; one that does nothing
+    though it has pages, or is not paused then."""
+    s = Small(pages=8, token_budget=3, prefix_cache=0, paused_limit=99)
+    s.submit(0, (1,), 14, priority=1)
+    s.go()
+    s.run(4)
+    s.submit(1, (1,), 14, priority=1)
+    s.go()
+    s.run(3)
+    s.submit(2, (1,) * 8, 2, flags=MASKED, mask_box=2)
+    s.go()
+    s.run(5)
+    assert (s.at(2).computed, len(s.at(2).pages), s.at(2).paused, len(s.free)) == (4, 1, 1, 0)
+    assert (s.preemptions, len(s.plan or [])) == (0, 2)
+    s.at(2).mask_index = 1
+    s.tick()
+    assert (len(s.at(2).pages), s.at(2).paused, s.at(1).preemptions) == (2, 0, 1)
+
+
 def test_row_without_credits_computes_all_but_its_last_token_and_is_paused() -> None:
     """Catches: P2, P3 broken: a token without credits for it and for every terminal event."""
     s = Small(slots=2, max_rows=2, cq_entries=4, sq_entries=8)
@@ -312,6 +345,33 @@ def test_long_paused_row_gives_way_to_a_waiting_request_but_not_at_its_own_admis
     assert [q.slot for q in s.running] == [0]
     assert s.tick() == []
     assert s.preemptions == 1
+
+
+def test_who_gave_way_sleeps_until_its_mask_is_there() -> None:
+    """Catches: A2, R11 broken: a request that comes back before its mask does, gives way again, and so on; a head that
+    sleeps and keeps those behind it waiting; a mask that does not wake it."""
+    s = Small(max_rows=1, paused_limit=1)
+    s.submit(0, (1,), 2, flags=MASKED)
+    s.go()
+    s.run(2)
+    s.submit(1, (1,), 1)
+    s.go()
+    assert planned(s.tick()) == [(1, 1)]
+    s.submit(2, (1, 2), 1)
+    s.go()
+    assert (s.at(0).wants_mask(), s.at(2).wants_mask()) == (True, False)
+    assert planned(s.tick()) == [(2, 1 + 1)]
+    for index in (1, 0):
+        s.go()
+        assert s.tick() == []
+        box = s.rings[0].memory.boxes[0]
+        box.ready, box.bits, box.signed = 1 << 40 | index + 1, (7,) * len(box.bits), (7,) * len(box.bits)
+    s.go()
+    assert (s.at(0).wants_mask(), s.at(0).row, s.kinds()[-1]) == (False, -1, LogKind.MASK)
+    assert s.tick() == []
+    assert [q.slot for q in s.running] == [0]
+    s.go()
+    assert planned(s.tick()) == [(0, 1)]
 
 
 def test_entries_carry_step_and_clock_in_order() -> None:
