@@ -176,7 +176,8 @@ class Driver:
         if any(entry[1] == LogKind.MASK and q.key == entry[2:5] for entry in m.log for q in waiting):
             seen.add("request woken by its mask")
         admitted = [q for q in m.running if any(e[1] == LogKind.ADMIT and q.key == e[2:5] for e in m.log)]
-        if any(q.wants_mask() and q.ring is young.ring and q.order < young.order for q in waiting for young in admitted):
+        pairs = [(q, young) for q in waiting for young in admitted if q.ring is young.ring]
+        if any(q.wants_mask() and q.order < young.order for q, young in pairs):
             seen.add("request admitted past one asleep")
         if any(not row.sample for row in rows):
             seen.add("chunked prefill")

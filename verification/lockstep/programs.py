@@ -196,8 +196,8 @@ class Runner:
         self.post(ring, slot, self.descriptor(x, ring, slot, generation))
 
     def burst(self, x: bytes) -> None:
-        """Several at once: pressure on rows, pages and credits; x[7] says whether all, or all but the first, want masks,
-        which come late."""
+        """Several at once: pressure on rows, pages and credits; x[7] says whether all, or all but the first, want
+        masks, which come late."""
         for i in range(2 + x[7] % 3):
             masked = x[7] >= 208 or (x[7] >= 144 and i > 0)
             flags = x[4] & 0xF8 | 5 if masked else x[4]

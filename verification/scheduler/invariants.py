@@ -298,7 +298,8 @@ def check_progress(s: State, before: State, launched: bool, planned: set[int], b
         if not launched and q.total - q.computed > 1:
             able = token_credit(s, request) and q.unmasked
             room = q.n_pages * s.config.page_size > q.computed or s.header["free_pages"] + s.header["idle_cached"]
-            assert not able and not room, f"request {request} could go on and no step was launched"
+            idle = not able and not room
+            assert idle, f"request {request} could go on and no step was launched"
     holder = s.header["reserved_for"]
     for priority in range(PRIORITIES):
         if holder >= 0 and s.requests[holder].priority <= priority and token_credit(s, holder):

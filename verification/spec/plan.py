@@ -38,7 +38,7 @@ def has_credits(s: State, request: Request) -> bool:  # P3
 def plan_request(s: State, rows: list[PlanRow], request: Request, budget: int) -> int:
     """P2, P4: tokens planned, or -1 if the request had to give way to itself."""
     remaining = len(request.tokens) - request.computed
-    count = min(remaining, budget) if remaining > 1 else 1
+    count = min(remaining, budget) if remaining > 1 else remaining
     able = has_credits(s, request) and not request.wants_mask()
     if count and not able:  # P2
         held = (len(request.pages) + kv.available(s)) * s.config.page_size

@@ -103,7 +103,7 @@ class Request:
         self.masked = bool(descriptor.flags & SlotFlag.MASKED)
 
     def wants_mask(self) -> bool:
-        """R11: it has run, and does not know the mask of its next output index to be there; if it waits it is asleep."""
+        """R11: it has run and does not know of the mask of its next output index. If it waits it is asleep."""
         return bool(self.masked and self.admitted and self.mask_index != self.emitted + 1)
 
 
