@@ -126,8 +126,9 @@ def configs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> EngineConfig:
     )
 
 
-def _plain(config: EngineConfig) -> st.SearchStrategy[Submit]:
+def _plain(config: EngineConfig, late: bool) -> st.SearchStrategy[Submit]:
     """Valid requests, long for the pool, that run until a limit ends them."""
+    can = config.masks >= config.slots
     return st.builds(
         Submit,
         ring=st.integers(0, config.rings - 1),
@@ -136,7 +137,7 @@ def _plain(config: EngineConfig) -> st.SearchStrategy[Submit]:
         token=st.integers(0, 2),
         priority=st.sampled_from([0, 0, 0, 1, 3]),
         cache=st.sampled_from([True, True, True, False]),
-        masked=st.sampled_from([False, False, False, config.masks >= config.slots]),
+        masked=st.sampled_from([False, can, can, can] if late else [False, False, False, can]),
     )
 
 
@@ -171,7 +172,9 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
         ring=st.integers(0, config.rings - 1),
         pick=st.integers(0, 7),
     )
-    plain, odd = _plain(config), _odd(config)
+    # Most requests want masks, which seldom come before the end.
+    late = config.masks >= config.slots and draw(st.sampled_from([False, True]))
+    plain, odd = _plain(config, late), _odd(config)
     actions = st.lists(st.one_of(plain, acts, odd), max_size=2).map(tuple)
     ticks = st.builds(
         Tick,
@@ -181,7 +184,7 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
         polls=st.integers(0, 2),
         fault=st.sampled_from([None] * 24 + FAULTS + ["failed"]),
         row=st.integers(0, config.max_rows - 1),
-        masks=st.sampled_from([1, 2, 0, 0]),
+        masks=st.sampled_from([0, 0, 0, 0, 0, 1] if late else [1, 2, 0, 0]),
     )
     burst = Tick(before=draw(st.lists(plain, min_size=2, max_size=6).map(tuple)))
     chosen = [burst, *draw(st.lists(ticks, min_size=4, max_size=16))]
