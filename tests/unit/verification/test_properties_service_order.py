@@ -103,6 +103,23 @@ def test_first_come_first_served_in_a_ring_and_class() -> None:
     assert verdict([*taken, end(1, 0, FinishReason.CANCELLED), admit(1, 1)], h) == "valid"
 
 
+def test_who_sleeps_is_not_the_next() -> None:
+    """Catches: a request that is admitted again without its mask, or another one before it when the mask is there; a
+    sleeper for which those behind it are called overtakers."""
+    plain = history(1, 4, 4)
+    first, second = plain.program.requests
+    h = replace(plain, program=Program((replace(first, mask_seed=1), second)))
+    mask, gone = (LogKind.MASK, 1, 0, 0, 0, 0), [accept(1, 0), admit(1, 0), preempt(1, 0), STEP, accept(1, 1)]
+    assert verdict([*gone, admit(1, 1)], h) == "valid"
+    assert verdict([*gone, admit(1, 1)], plain) == "fifo"
+    assert verdict([*gone, admit(1, 0, 1)], h) == "fifo"
+    assert verdict([*gone, mask, admit(1, 0, 1), admit(1, 1)], h) == "valid"
+    assert verdict([*gone, mask, admit(1, 1)], h) == "fifo"
+    again = [mask, admit(1, 0, 1), mask, (LogKind.TOKEN, 1, 0, 0, 5, 0), preempt(1, 0), STEP]
+    assert verdict([*gone, *again, admit(1, 0, 2)], h) == "fifo", "that mask was for the token before"
+    assert verdict([*gone, *again, admit(1, 1)], h) == "valid"
+
+
 def test_urgent_classes_first() -> None:
     """Catches: a request admitted before a more urgent one of its own or another ring."""
     urgent, common = history(0, 4), history(1, 4, priority=2)
