@@ -46,6 +46,22 @@ class DecodeParams(ctypes.Structure):
     ]
 
 
+class RopeParams(ctypes.Structure):
+    """``RopeParams`` of rope.cuh."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("cos", "sin", "positions", "kv_slots", "norm", "k_pages", "v_pages")),
+        *((n, ctypes.c_int) for n in ("heads", "kv_heads", "half")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class JoinedParams(ctypes.Structure):
+    """``DecodeParams`` of attention_decode.cu with JOINED."""
+
+    _fields_ = [("decode", DecodeParams), ("rope", RopeParams)]
+
+
 class PrefillParams(ctypes.Structure):
     """``PrefillParams`` of attention_prefill.cu."""
 
@@ -193,6 +209,12 @@ class CudaAttentionPlan:
         # A launch without dependence: the attention kernels read the list before they wait for their predecessor.
         self.kernels.get("attention_plan.cu", "attention_plan_made").launch(1, 32, dependent=False)
 
+    def joins(self, *, decode: bool, prefill: bool) -> bool:
+        """Whether the decode kernel may do what comes before it (``rope`` of :meth:`attend`): no rows of several new
+        tokens can be in the step."""
+        own = self.kernels.dtype != "float32" and not self.all_tiles
+        return own and decode and not prefill and self.kernels.variants.join_rope
+
     def attend(
         self,
         q: cp.ndarray,
@@ -203,12 +225,14 @@ class CudaAttentionPlan:
         *,
         decode: bool,
         prefill: bool,
+        rope: RopeParams | None = None,
     ) -> None:
         """Attention of the step's tokens over one layer's pages.
 
         ``q``: [T, ., head_dim], query heads first, rows ``q_stride`` elements apart. ``k``, ``v`` [pages, page_size,
         kv_heads, head_dim]. ``out`` [T, heads * head_dim]. ``decode``, ``prefill``: whether rows of one or of several
-        new tokens can be in the step.
+        new tokens can be in the step. ``rope``: the kernel also norms and rotates queries and keys and writes the new
+        keys and values, all of them in ``q``; only where :meth:`joins` says so.
         """
         if self.arrays is None:
             raise ValueError("the attention plan has not been made")
@@ -229,13 +253,18 @@ class CudaAttentionPlan:
             return
         row = (s.head_dim + 8) * 2
         if decode and not self.all_tiles:
-            kernel = self.kernels.get("attention_decode.cu", "attention_decode", 4 * 3 * 2 * 16 * row, **defines)
+            variants, rows = self.kernels.variants, a.context_lens.shape[0]
+            shared = 4 * variants.stages(rows) * 2 * 16 * row
+            macros = defines | variants.attention(rows, joined=rope is not None)
+            name = "attention_decode" if rope is None else "attention_rope"
+            kernel = self.kernels.get("attention_decode.cu", name, shared, **macros)
             decode_params = DecodeParams(
                 *common, pointer(self.counts), pointer(self.items), pointer(a.block_tables), pointer(self.partial),
                 pointer(self.partial_sums), pointer(self.arrived), stride, s.heads, s.kv_heads, self.items.shape[0],
                 scale * LOG2E,
             )  # fmt: skip
-            kernel.launch(kernel.places(THREADS), THREADS, decode_params)
+            both = decode_params if rope is None else JoinedParams(decode_params, rope)
+            kernel.launch(kernel.places(THREADS), THREADS, both)
         if prefill or self.all_tiles:
             defines |= {"KEY_PIECE": KEY_PIECE} if self.all_tiles else {}
             kernel = self.kernels.get("attention_prefill.cu", "attention_prefill", (128 + 4 * 64) * row, **defines)

@@ -28,7 +28,6 @@ MOST_SKINNY_ROWS = 32  # up to here it may be the own kernel's, if that was foun
 SILU_ROWS = 16  # up to here the own kernel has one with SwiGLU
 SKINNY_THREADS = 256
 SKINNY_K = 32
-SKINNY_RING, SKINNY_NORM_RING = 8 * 20 * 1024, 8 * 16 * 1024
 GROUPED_THREADS, GROUPED_RING = 128, 4 * 12 * 1024
 SKINNY_PAD = 32  # elements
 SKINNY_STATIC = 12 * 1024  # shared memory beside the dynamic, at most
@@ -189,7 +188,7 @@ class Gemm:
         if self.invariant or not self._always_skinny(rows, k) or rows > NORM_ROWS:
             return False
         limit: int = cp.cuda.runtime.deviceGetAttribute(MAX_SHARED_ATTRIBUTE, cp.cuda.Device().id)
-        return SKINNY_NORM_RING + rows * (k + SKINNY_PAD) * 2 + SKINNY_STATIC <= limit
+        return self._ring(rows, k, normed=True) + SKINNY_STATIC <= limit
 
     def tile(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray, residual: cp.ndarray | None = None) -> None:
         """The same product by the own tile kernel: a row has the same bits in any batch. Raises as :meth:`fixed`."""
@@ -223,6 +222,12 @@ class Gemm:
 
     def _fits(self, k: int) -> bool:
         return self.kernels.dtype != "float32" and k % SKINNY_K == 0
+
+    def _ring(self, rows: int, k: int, *, normed: bool) -> int:
+        """Bytes of the own kernel's rings, and of what a norm makes of x."""
+        v = self.kernels.variants
+        kib = (v.norm_ring if normed else v.ring) * SKINNY_THREADS // 32
+        return kib * 1024 + (rows * (k + SKINNY_PAD) * 2 if normed else 0)
 
     def _skinny(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> bool:
         """Whether the own kernel takes the product: always with few rows, with some more as it was tuned."""
@@ -269,11 +274,11 @@ class Gemm:
             raise ValueError(f"no product of {rows} rows of {k} norms its input")
         tiles = self._tiles(x, weight, out, silu)
         unit = 8 if silu else 16  # outputs of a 16-row tile
-        shared = SKINNY_RING if norm is None else SKINNY_NORM_RING + rows * (k + SKINNY_PAD) * 2
+        shared = self._ring(rows, k, normed=norm is not None)
         if width == 32:  # the warps' sums
             shared += SKINNY_THREADS // 32 * width * (tiles * 16 + 4) * 4
         name = f"skinny_{'norm_' if norm is not None else ''}{'silu_' if silu else ''}{width}_{tiles}"
-        kernel = self.kernels.get("gemm_skinny.cu", name, shared)
+        kernel = self.kernels.get("gemm_skinny.cu", name, shared, **self.kernels.variants.skinny)
         params = SkinnyParams(_params(x, weight, out, residual, n), 0, 0.0, pointer(normed))
         if norm is not None:
             params.norm, params.eps = pointer(norm.weight), norm.eps
@@ -367,7 +372,8 @@ class Gemm:
         p.gather, p.scatter = pointer(gather), pointer(scatter)
         suffix = "_silu" if silu else ""
         if width == 8:
-            kernel = self.kernels.get("gemm_skinny.cu", f"grouped_skinny{suffix}_8", GROUPED_RING)
+            file, defines = "gemm_skinny.cu", self.kernels.variants.skinny
+            kernel = self.kernels.get(file, f"grouped_skinny{suffix}_8", GROUPED_RING, **defines)
             kernel.launch(kernel.places(GROUPED_THREADS), GROUPED_THREADS, SkinnyParams(p, 0, 0.0, 0))
             return
         if self.kernels.dtype == "float32":

@@ -11,6 +11,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from blink_core.ops.cuda_sources import DTYPES, options, source
+from blink_core.ops.cuda_variants import DEFAULT, Variants
 
 
 class CudaError(RuntimeError):
@@ -97,12 +98,13 @@ class Kernels:
     Compile and launch each once before any capture or resident kernel: a kernel loaded lazily beside a spinning one
     never starts. ``dtype``: float32, bfloat16 or float16. ``reserved``: multiprocessors that launches leave alone,
     because a resident block fills one: a grid of one block each would wait for the last of them. ``dependent``: whether
-    launches use programmatic dependence.
+    launches use programmatic dependence. ``variants``: how they are laid out.
     """
 
     dtype: str
     reserved: int = 0
     dependent: bool = True
+    variants: Variants = DEFAULT
     _modules: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     _kernels: dict[tuple[Any, ...], Kernel] = field(default_factory=dict, repr=False)
 

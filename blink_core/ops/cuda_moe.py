@@ -23,6 +23,7 @@ MPS_ATTRIBUTE = 133  # cudaDevAttrMpsEnabled
 ONE_THREADS, ROUTER_WARPS = 256, 4
 ONE_HIDDEN = 4096  # elements of a token that the router's kernel holds
 GATE_UP_RING, DOWN_RING = 8 * 14 * 1024, 8 * 8 * 1024
+AHEAD_PIECE = 4096
 ONE_SHARED = 160 * 1024  # of a block at most, so that the device has it
 
 
@@ -42,8 +43,8 @@ class OneParams(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("x", "norm", "normed", "router", "logits", "told", "gate_up", "down")),
-        *((n, ctypes.c_void_p) for n in ("acted", "residual", "out", "index", "weight")),
-        *((n, ctypes.c_int) for n in ("experts", "top_k", "hidden", "inner", "normalize", "slots")),
+        *((n, ctypes.c_void_p) for n in ("acted", "residual", "out", "index", "weight", "ahead")),
+        *((n, ctypes.c_int) for n in ("experts", "top_k", "hidden", "inner", "normalize", "slots", "ahead_bytes")),
         ("eps", ctypes.c_float),
     ]
 
@@ -107,16 +108,18 @@ class CudaMoe:
         residual: cp.ndarray | None = None,
         norm: Norm | None = None,
         normed: cp.ndarray | None = None,
+        ahead: CudaWeight | None = None,
     ) -> None:
         """``out = residual + mixture(x)``: x [T, hidden]; ``residual`` may be ``out``.
 
         ``router`` [experts, hidden]; ``gate_up`` [experts, 2 * inner, hidden]; ``down`` [experts, hidden, inner].
         ``sizes``: see StepArrays; only its tokens bring experts in. ``norm``: of x first, into ``normed`` [T, hidden];
-        only where ``Gemm.norms`` says that the router's product can.
+        only where ``Gemm.norms`` says that the router's product can. ``ahead``: what the next layer reads first, of
+        which one token's kernel may fetch some into the L2.
         """
         tokens, hidden = x.shape
         if self.takes_one(tokens, hidden):
-            self._one(x, router, gate_up, down, out, normalize, residual, norm, normed)
+            self._one(x, router, gate_up, down, out, normalize, residual, norm, normed, ahead)
             return
         k = self._top_k
         logits = self.logits[:tokens]
@@ -169,6 +172,7 @@ class CudaMoe:
         residual: cp.ndarray | None,
         norm: Norm | None,
         normed: cp.ndarray | None,
+        ahead: CudaWeight | None,
     ) -> None:
         if norm is not None and normed is None:
             raise ValueError("a mixture that norms its input needs the array `normed`")
@@ -192,16 +196,26 @@ class CudaMoe:
             held = 8 if hidden <= 2048 else 16
             alone = self._kernels.get("moe_one.cu", f"moe_router_one_{held}")
             alone.launch(-(-experts // ROUTER_WARPS), 128, params)
+        following, each = self._share(ahead, blocks)
         one = OneParams(
             pointer(x if joined or norm is None else normed), pointer(weight), pointer(normed),
             pointer(router.nk if joined else None), pointer(self.logits), pointer(self._told), pointer(gate_up.nk),
             pointer(down.nk), pointer(self._acted), pointer(residual), pointer(out), pointer(self.index),
-            pointer(self.weight), experts, self._top_k, hidden, inner, int(normalize), self._slots, eps,
+            pointer(self.weight), pointer(following), experts, self._top_k, hidden, inner, int(normalize), self._slots,
+            each, eps,
         )  # fmt: skip
         first = self._kernels.get("moe_one.cu", "moe_gate_up_one", GATE_UP_RING + hidden * 2)
         first.launch(blocks, ONE_THREADS, one)
         second = self._kernels.get("moe_one.cu", "moe_down_one", DOWN_RING + self._top_k * inner * 2)
         second.launch(blocks, ONE_THREADS, one)
+
+    def _share(self, ahead: CudaWeight | None, blocks: int) -> tuple[cp.ndarray | None, int]:
+        """What ``blocks`` fetch ahead, and bytes of it for each: whole pieces, within the weight."""
+        most = self._kernels.variants.ahead_kib * 1024
+        if ahead is None or most == 0:
+            return None, 0
+        each = min(most, int(ahead.nk.nbytes) // blocks // AHEAD_PIECE * AHEAD_PIECE)
+        return (ahead.nk, each) if each > 0 else (None, 0)
 
     def _joins(self, blocks: int) -> bool:
         """Whether the ``blocks`` of one launch may wait for each other: all must run at once. Under MPS the kernels of

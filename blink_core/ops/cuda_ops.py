@@ -17,9 +17,9 @@ import cupy as cp
 import numpy as np
 import numpy.typing as npt
 
-from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, StepArrays
+from blink_core.ops.cuda_attention import AttentionShape, CudaAttentionPlan, RopeParams, StepArrays
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
-from blink_core.ops.cuda_modules import Kernels
+from blink_core.ops.cuda_modules import Kernels, pointer
 from blink_core.ops.cuda_moe import CudaMoe
 from blink_core.ops.cuda_sampling import CudaSampler
 
@@ -250,6 +250,36 @@ class CudaOps:
             self._head_blocks(work, shape.head_dim), 128, qkv, positions, kv_slots, tables[0], tables[1], norm, k_pages,
             v_pages, tokens, shape.heads, shape.kv_heads, half, eps,
         )  # fmt: skip
+
+    def rope_attention(
+        self,
+        qkv: cp.ndarray,
+        plan: CudaAttentionPlan,
+        positions: cp.ndarray,
+        kv_slots: cp.ndarray,
+        tables: tuple[cp.ndarray, cp.ndarray],
+        k_pages: cp.ndarray,
+        v_pages: cp.ndarray,
+        out: cp.ndarray,
+        *,
+        norm: cp.ndarray | None = None,
+        eps: float = 0.0,
+        decode: bool = True,
+        prefill: bool = True,
+    ) -> None:
+        """:meth:`rope_append`, then :meth:`paged_attention` into ``out``: one kernel where there is one, which leaves
+        the queries in ``qkv`` as they are. ``positions`` and ``kv_slots`` are older than the plan."""
+        shape, half = plan.shape, tables[0].shape[1]
+        if not plan.joins(decode=decode, prefill=prefill) or half % self._vector or 2 * half > shape.head_dim:
+            self.rope_append(qkv, shape, positions, kv_slots, tables, k_pages, v_pages, norm=norm, eps=eps)
+            self.paged_attention(qkv, k_pages, v_pages, plan, out, decode=decode, prefill=prefill)
+            return
+        rope = RopeParams(
+            *(pointer(a) for a in (*tables, positions, kv_slots, norm, k_pages, v_pages)), shape.heads, shape.kv_heads,
+            half, eps,
+        )  # fmt: skip
+        stride = qkv.strides[0] // qkv.itemsize
+        plan.attend(qkv, stride, k_pages, v_pages, out, decode=True, prefill=False, rope=rope)
 
     def rotary(self, x: cp.ndarray, cos: cp.ndarray, sin: cp.ndarray, out: cp.ndarray | None = None) -> cp.ndarray:
         """Rotary embedding, rotate-half layout: x [T, heads, head_dim] -> the same shape; float32 cos and sin

@@ -248,17 +248,16 @@ class CudaStep:
         qkv, attended = self._qkv[:tokens], self._attended[:tokens]
         ops.linear(h, layer.qkv, qkv, norm=norm)
         shaped = qkv.reshape(tokens, -1, m.head_dim)
-        keys, values = self._keys[index], self._values[index]
-        ops.rope_append(
-            shaped, self._shape, self.angles[:tokens], self.kv_slots[:tokens], self.network.tables, keys, values,
-            norm=layer.qk_norm, eps=m.rms_norm_eps,
-        )  # fmt: skip
-        if self.sanitizer is not None:
+        keys, values, plan = self._keys[index], self._values[index], self._plans[layer.window]
+        rope = (self.angles[:tokens], self.kv_slots[:tokens], self.network.tables, keys, values)
+        norms: dict[str, Any] = {"norm": layer.qk_norm, "eps": m.rms_norm_eps}
+        if self.sanitizer is None:
+            ops.rope_attention(shaped, plan, *rope, attended, **norms, prefill=not bucket.decode)
+        else:
+            ops.rope_append(shaped, self._shape, *rope, **norms)
             self.sanitizer.append(index)
             self.sanitizer.check(index, layer.window)
-        ops.paged_attention(
-            shaped, keys, values, self._plans[layer.window], attended, decode=True, prefill=not bucket.decode
-        )
+            ops.paged_attention(shaped, keys, values, plan, attended, prefill=not bucket.decode)
         return self._project(attended, layer.out, tokens)
 
     def _mlp(self, index: int, tokens: int, h: cp.ndarray, fused: bool) -> cp.ndarray | None:
@@ -268,10 +267,10 @@ class CudaStep:
         if layer.experts is not None:
             assert self._moe is not None
             assert m.experts is not None
-            e = layer.experts
+            e, layers = layer.experts, self.network.layers
             self._moe(
                 h, e.router, e.gate_up, e.down, self.sizes, x, normalize=m.experts.normalize, residual=x, norm=norm,
-                normed=self._h[:tokens],
+                normed=self._h[:tokens], ahead=layers[index + 1].qkv if index + 1 < len(layers) else None,
             )  # fmt: skip
             return None
         assert layer.gate_up is not None

@@ -185,25 +185,23 @@ class Step:
         shaped = self.qkv.reshape(self.tokens, -1, s.head_dim)
         fused = small and ops.gemm.norms(self.tokens, s.hidden)
         pending: cp.ndarray | None = None  # a projection not yet added to the residual stream
-        for layer in stack.layers:
+        following = [layer.qkv for layer in stack.layers[1:]]
+        for index, layer in enumerate(stack.layers):
             first, second = (Norm(w, 1e-5) if fused else None for w in layer.norms)
             h = self.x if fused else self.h
             if small and not fused:
                 self._norm(pending, layer.norms[0])
             if products:
                 ops.linear(h, layer.qkv, self.qkv, norm=first)
-            if small:
-                ops.rope_append(
-                    shaped,
-                    self.attention,
-                    self.positions,
-                    self.slots,
-                    stack.tables,
-                    layer.k,
-                    layer.v,
-                    norm=stack.qk_norm,
-                )
-            if attends:
+            rope = (self.positions, self.slots, stack.tables, layer.k, layer.v)
+            if small and attends:
+                ops.rope_attention(
+                    shaped, self.plan, *rope, self.attended, norm=stack.qk_norm, decode=self.decode,
+                    prefill=self.prefill,
+                )  # fmt: skip
+            elif small:
+                ops.rope_append(shaped, self.attention, *rope, norm=stack.qk_norm)
+            elif attends:
                 ops.paged_attention(
                     shaped, layer.k, layer.v, self.plan, self.attended, decode=self.decode, prefill=self.prefill
                 )
@@ -216,7 +214,7 @@ class Step:
                 pending = None
                 mixture(
                     h, router, layer.gate_up, layer.down, self.arrays.sizes, self.x, normalize=True,
-                    residual=self.x, norm=second, normed=self.h,
+                    residual=self.x, norm=second, normed=self.h, ahead=next(iter(following[index:]), None),
                 )  # fmt: skip
             elif products:
                 if small or ops.gemm.fuses_silu(h, layer.gate_up, self.acted):

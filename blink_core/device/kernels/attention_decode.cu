@@ -7,10 +7,28 @@
 //
 // The list and the keys of earlier steps are older than the kernel before (see attention_plan.cu), so a block's first
 // tiles are fetched while that one still runs: all but the tile of the new token, which it writes.
-#include "common.cuh"
+//
+// Compile-time variants (ops/cuda_variants.py):
+// STAGES: tiles of a warp in flight. With 2 a block fits beside one of the product before it.
+// LEAVE: blocks without work end at once instead of waiting for the kernel before, so that the next product's blocks may
+// have their place. Block 0 always waits: this kernel is over only when all before it are, as pdl_wait() promises.
+// JOINED: it follows the QKV product and does what rope_kv.cu does as well: each block norms and rotates its queries,
+// and those that take a row's last keys the new one, which goes with its value from shared memory into the products.
+// That slot of the pages is not read; the block of the head's first chunk writes it. Positions and slots of the step
+// are older than the work list too. The bits are those of the two kernels.
+#include "rope.cuh"
+
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef LEAVE
+#define LEAVE 0
+#endif
+#ifndef JOINED
+#define JOINED 0
+#endif
 
 constexpr int WARPS = 4;
-constexpr int STAGES = 3;
 constexpr int KEYS = 16;                 // a warp's tile
 constexpr int STRIDE = HEAD_DIM + 8;     // elements; an odd number of 16-byte units, so that ldmatrix has no conflicts
 constexpr int TILE = KEYS * STRIDE;
@@ -19,7 +37,7 @@ constexpr int SHARED = WARPS * STAGES * 2 * TILE * 2;
 static_assert(SHARED >= WARPS * 16 * (HEAD_DIM + 2) * 4, "the merge of the warps reuses the rings");
 
 struct DecodeParams {
-  const T* q;  // rows of `q_stride` elements, [heads, HEAD_DIM] each
+  const T* q;  // rows of `q_stride` elements, [heads, HEAD_DIM] each; joined [heads + 2 * kv_heads, HEAD_DIM]
   i64 q_stride;
   const T* k_pages;  // [pages, PAGE_SIZE, kv_heads, HEAD_DIM]
   const T* v_pages;
@@ -33,6 +51,9 @@ struct DecodeParams {
   i64 table_stride;
   int heads, kv_heads, max_items;
   float scale;  // of the scores, times log2(e)
+#if JOINED
+  RopeParams rope;
+#endif
 };
 
 struct alignas(4 * sizeof(T)) Quad {
@@ -46,7 +67,7 @@ DEVICE void store_quad(T* to, const float4& v, float total) {
   quad.e[3] = from_float<T>(v.w / total);
   *reinterpret_cast<Quad*>(to) = quad;
 }
-// sum * old + more * weight. Contracted here and below, not by the compiler.
+// sum * old + more * weight. Contracted here and below, not by the compiler: joined or not, the bits are the same.
 DEVICE float4 add_scaled(const float4& sum, float old, const float4& more, float weight) {
   return make_float4(__fmaf_rn(more.x, weight, sum.x * old), __fmaf_rn(more.y, weight, sum.y * old),
                      __fmaf_rn(more.z, weight, sum.z * old), __fmaf_rn(more.w, weight, sum.w * old));
@@ -72,9 +93,19 @@ DEVICE void issue(const DecodeParams& p, const u32* table, int kv_head, int toke
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_constant__ DecodeParams p) {
+#if JOINED
+#define KERNEL attention_rope
+#else
+#define KERNEL attention_decode
+#endif
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) KERNEL(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) u8 memory[];
   pdl_launch();  // with few rows most blocks have no work: the next product fills its rings in their place
+#if JOINED
+  constexpr int AT_ONCE = WARPS * 32 / LANES;  // heads that a block turns at once
+  __shared__ __align__(16) T turned[18 * STRIDE];  // 16 queries, the new key and its value
+#endif
   __shared__ int last_arrived;
   bool waited = false;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t4 = lane & 3;
@@ -97,6 +128,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
     const i64 token = more.x;
     const u32* table = p.block_tables + i64(more.y) * p.table_stride;
     const int low = max(first, more.z);
+#if JOINED
+    // The new token, if its key is of this split; all other keys come from the pages.
+    const int fresh = split + 1 == splits ? end - 1 : -1;
+    const int stored = fresh < 0 ? end : fresh;
+#else
+    const int stored = end;
+#endif
 
     float o[HEAD_DIM / 8][4];
 #pragma unroll
@@ -116,15 +154,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
         }
 #endif
         const u32 page = __shfl_sync(0xffffffffu, ids, i % 32);
-        issue(p, table, kv_head, at, low, end, page, ring + i % STAGES * 2 * TILE * 2, policy);
+        issue(p, table, kv_head, at, low, stored, page, ring + i % STAGES * 2 * TILE * 2, policy);
       }
       copy_commit();
     };
     const auto old = [&](int i) {
-      return waited || split + 1 < splits || first + (i * WARPS + warp + 1) * KEYS < end;
+      return waited || JOINED || split + 1 < splits || first + (i * WARPS + warp + 1) * KEYS < end;
     };
     u32 q[HEAD_DIM / 16][4];
     int fetched = 0;
+#if JOINED
+    // Heads that this block turns, of the row's: queries, and the new key and its value.
+    const int turns = n_heads + (fresh < 0 ? 0 : 2), share = threadIdx.x % LANES;
+    const auto head_of = [&](int i) {
+      return i < n_heads ? head0 + i : p.heads + (i - n_heads) * p.kv_heads + kv_head;
+    };
+    const i64 row_of_angles = angles_of(p.rope, token);
+    // Threads that write the new key and value, a vector each: 0 and up the key's, VECTORS and up the value's.
+    const int side = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS * VEC;
+    T* slot = nullptr;
+    if (fresh >= 0 && chunk == 0 && side < 2) slot = slot_of(p.rope, token, head_of(n_heads + side)) + vector;
+    while (fetched < STAGES && old(fetched)) fetch(fetched++);
+    Angles angles = {};
+    if (share < p.rope.half / VEC) angles = load_angles(p.rope, row_of_angles, share);
+    Pair weights = load_weights(p.rope, head_of(min(int(threadIdx.x / LANES), turns - 1)), share);
+    if (!waited) pdl_wait();
+    for (int base = 0; base < turns; base += AT_ONCE) {
+      const int turn = base + threadIdx.x / LANES, i = min(turn, turns - 1), head = head_of(i);
+      if (base > 0) weights = load_weights(p.rope, head, share);
+      const T* in = p.q + token * p.q_stride + i64(head) * HEAD_DIM;
+      T* out = turned + (i < n_heads ? i : 16 + i - n_heads) * STRIDE;
+      turn_head(p.rope, head, in, out, weights, angles, share, turn < turns);
+    }
+    __syncthreads();
+    if (slot != nullptr) store_vec(slot, load_vec(turned + (16 + side) * STRIDE + vector));
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+      load_matrix(q[k], shared_address(turned + (lane & 15) * STRIDE + k * 16 + (lane >> 4) * 8));
+      if (g >= n_heads) q[k][0] = q[k][2] = 0;
+      if (g + 8 >= n_heads) q[k][1] = q[k][3] = 0;
+    }
+#else
     while (fetched < STAGES && old(fetched)) fetch(fetched++);
     if (!waited) pdl_wait();
     while (fetched < STAGES) fetch(fetched++);
@@ -137,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
       q[k][2] = g < n_heads ? *reinterpret_cast<const u32*>(at + 8) : 0;
       q[k][3] = g + 8 < n_heads ? *reinterpret_cast<const u32*>(at + 8 * HEAD_DIM + 8) : 0;
     }
+#endif
     waited = true;
 
     for (int i = 0; i < mine; ++i) {
@@ -144,8 +215,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
       __syncwarp();
       const u32 keys = ring + i % STAGES * 2 * TILE * 2, values = keys + TILE * 2;
       const int at = first + (i * WARPS + warp) * KEYS;
+      // Where this lane's rows of ldmatrix are: the ring, but the new token's.
       const int key_row = (lane & 7) + (lane >> 4) * 8, value_row = lane & 15;
-      const u32 key_at = keys + key_row * STRIDE * 2, value_at = values + value_row * STRIDE * 2;
+      u32 key_at = keys + key_row * STRIDE * 2, value_at = values + value_row * STRIDE * 2;
+#if JOINED
+      if (at + key_row == fresh) key_at = shared_address(turned) + 16 * STRIDE * 2;
+      if (at + value_row == fresh) value_at = shared_address(turned) + 17 * STRIDE * 2;
+#endif
       float s[2][4] = {}, odd[2][4] = {};  // two chains of sums: half the latency
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -290,5 +366,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_decode(const 
     }
     __syncthreads();
   }
-  if (!waited) pdl_wait();
+  if (!waited && (!LEAVE || blockIdx.x == 0)) pdl_wait();
 }

@@ -14,7 +14,14 @@
 // (H200).
 #include "matmul.cuh"
 
-constexpr int RING = 20, NORM_RING = 16, GROUPED_RING = 12;  // KiB of a warp
+// KiB of a warp: compile-time variants (ops/cuda_variants.py), but the last.
+#ifndef RING
+#define RING 20
+#endif
+#ifndef NORM_RING
+#define NORM_RING 16
+#endif
+constexpr int GROUPED_RING = 12;
 constexpr int PAD = 32;  // elements between rows of x in shared memory, against bank conflicts
 
 struct SkinnyParams {

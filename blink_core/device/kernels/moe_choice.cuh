@@ -14,6 +14,7 @@ constexpr u32 POLLS = 1u << 24;   // of the other blocks' logits until it is giv
 // KiB in flight of a warp. The first takes more than half of shared memory on purpose, as gemm_skinny.cu says; the
 // second fits beside it, and beside the product that follows.
 constexpr int GATE_UP_RING = 14, DOWN_RING = 8;
+constexpr int AHEAD_PIECE = 4096;
 static_assert(ROUTER_SHARE * BLOCK_SPANS * BLOCK_SPAN * 2 <= ONE_WARPS * GATE_UP_RING * 1024, "rows lie in the rings");
 
 struct OneParams {
@@ -30,8 +31,10 @@ struct OneParams {
   T* out;               // [hidden]
   int* index;           // [top_k], likeliest first
   float* weight;        // [top_k]
+  const u8* ahead;      // what the layer after this one reads first: the blocks ask the L2 for it in turn; or null
   int experts, top_k, hidden, inner, normalize;
   int slots;  // at least `experts` and any launch's blocks, at most ROUTER_SHARE times this one's
+  int ahead_bytes;  // of each block, in whole pieces of AHEAD_PIECE
   float eps;
 };
 
@@ -97,6 +100,18 @@ DEVICE Vec scaled(const Vec& a, float scale, const Vec& b) {
   return *reinterpret_cast<Vec*>(&v);
 }
 
+// The block's share of what the next layer reads, for the L2. While the router decides, nobody knows what to read, and the
+// memory would rest; nothing waits for it.
+DEVICE void fetch_ahead(const OneParams& p) {
+#if __CUDA_ARCH__ >= 900
+  if (p.ahead == nullptr) return;
+  for (int at = threadIdx.x * AHEAD_PIECE; at < p.ahead_bytes; at += ONE_WARPS * 32 * AHEAD_PIECE) {
+    const u8* from = p.ahead + i64(blockIdx.x) * p.ahead_bytes + at;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(AHEAD_PIECE) : "memory");
+  }
+#endif
+}
+
 // The block's share of the router: logits of the experts blockIdx.x, blockIdx.x + gridDim.x, ..., and the norm before
 // them, which leaves x in shared memory. Returns the launch's number, in warp 0.
 //
@@ -125,6 +140,7 @@ DEVICE u32 router_share(const OneParams& p, u32 rows, T* x) {
     const int at = j * BLOCK_SPAN + threadIdx.x * VEC;
     scales[j] = p.norm != nullptr && at < p.hidden ? load_vec(p.norm + at) : zero_vec();
   }
+  fetch_ahead(p);
   pdl_wait();
   const int slot = blockIdx.x + lane * gridDim.x;  // warp 0: a lane has the block's lane-th expert
   const bool mine = warp == 0 && slot < p.slots;

@@ -71,6 +71,7 @@ DEVICE void gate_up_one(const OneParams& p) {
   if (p.router != nullptr) {
     number = router_share(p, shared_address(memory) + threadIdx.x * 16, x);
   } else {
+    fetch_ahead(p);
     pdl_wait();
     for (int i = threadIdx.x * VEC; i < p.hidden; i += BLOCK_SPAN) *reinterpret_cast<Vec*>(x + i) = load_vec(p.x + i);
   }

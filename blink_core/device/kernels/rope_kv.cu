@@ -13,7 +13,7 @@ DEVICE void store_vec(T* p, const Vec& v) { *reinterpret_cast<Vec*>(p) = v; }
 DEVICE float squares(const Vec& v) {
   float sum = 0.f;
 #pragma unroll
-  for (int e = 0; e < VEC; ++e) sum += to_float(v.e[e]) * to_float(v.e[e]);
+  for (int e = 0; e < VEC; ++e) sum = __fmaf_rn(to_float(v.e[e]), to_float(v.e[e]), sum);
   return sum;
 }
 
@@ -69,8 +69,8 @@ extern "C" __global__ void rope_append(T* qkv, const int* positions, const i64* 
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
       const float x = normed(a, e, lane * VEC), y = normed(b, e, half + lane * VEC);
-      first.e[e] = from_float<T>(x * c[e] - y * s[e]);
-      second.e[e] = from_float<T>(y * c[e] + x * s[e]);
+      first.e[e] = from_float<T>(__fmaf_rn(x, c[e], -__fmul_rn(y, s[e])));
+      second.e[e] = from_float<T>(__fmaf_rn(y, c[e], __fmul_rn(x, s[e])));
     }
     store_vec(out + lane * VEC, first);
     store_vec(out + half + lane * VEC, second);

@@ -1,0 +1,62 @@
+"""Ways to lay out a decode step's kernels that give the same results and differ in speed alone (design section 7).
+
+What they trade: a kernel's block starts beside a block of the kernel before it only where the multiprocessor's 228 KiB
+of shared memory hold both, and only then does the weight stream go on over the boundary between them. But the blocks of
+a product must not fit twice: then they pack two on the first free multiprocessor and leave another empty.
+`python -m hil_rigs.gpu.step_ab` measures them against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARPS = 8  # of a block of gemm_skinny.cu
+PAIR_KIB = 114  # a block of more shared memory than this is alone among its kind
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """ring, norm_ring: KiB in flight of a warp of gemm_skinny.cu, without and with a norm.
+
+    attention_stages: tiles in flight of a warp of attention_decode.cu; the first is for steps of up to ``few_rows``
+    rows, the other for all others. leave: its blocks without work end at once. join_rope: it does what rope_kv.cu does.
+    ahead_kib: of the layer after it, what each block of one token's first MoE kernel asks the L2 for while the router
+    decides; 0: nothing. Raises ValueError for rings of which two blocks find room.
+    """
+
+    ring: int = 20
+    norm_ring: int = 16
+    attention_stages: tuple[int, int] = (3, 3)
+    few_rows: int = 8
+    leave: bool = False
+    join_rope: bool = False
+    ahead_kib: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "norm_ring"):
+            kib = getattr(self, name)
+            if not PAIR_KIB < WARPS * kib <= 200:
+                raise ValueError(f"{name} is {kib} KiB of a warp, expected 15 to 25: one block at a time")
+        if not all(2 <= stages <= 4 for stages in self.attention_stages):
+            raise ValueError(f"attention_stages are {self.attention_stages}, expected 2 to 4 each")
+        if self.ahead_kib < 0 or self.ahead_kib % 4:
+            raise ValueError(f"ahead_kib is {self.ahead_kib}, expected a multiple of 4")
+
+    @property
+    def skinny(self) -> dict[str, int]:
+        """Macros of gemm_skinny.cu that differ from its own."""
+        found = {"RING": self.ring, "NORM_RING": self.norm_ring}
+        return {name: kib for name, kib in found.items() if kib != getattr(DEFAULT, name.lower())}
+
+    def stages(self, rows: int) -> int:
+        """Tiles in flight of a warp of decode attention in a step of at most so many rows."""
+        return self.attention_stages[0 if rows <= self.few_rows else 1]
+
+    def attention(self, rows: int, *, joined: bool) -> dict[str, int]:
+        """Macros of attention_decode.cu that differ from its own."""
+        stages = self.stages(rows)
+        found = {"STAGES": stages, "LEAVE": int(self.leave), "JOINED": int(joined)}
+        return {name: value for name, value in found.items() if value != {"STAGES": 3}.get(name, 0)}
+
+
+DEFAULT = Variants()
