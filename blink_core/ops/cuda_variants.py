@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 WARPS = 8  # of a block of gemm_skinny.cu
 PAIR_KIB = 114  # a block of more shared memory than this is alone among its kind
+OWN = {"RING": 20, "NORM_RING": 16, "STAGES": 3, "LEAVE": 0, "JOINED": 0}  # macros that the sources have by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,7 @@ class Variants:
     @property
     def skinny(self) -> dict[str, int]:
         """Macros of gemm_skinny.cu that differ from its own."""
-        found = {"RING": self.ring, "NORM_RING": self.norm_ring}
-        return {name: kib for name, kib in found.items() if kib != getattr(DEFAULT, name.lower())}
+        return _others({"RING": self.ring, "NORM_RING": self.norm_ring})
 
     def stages(self, rows: int) -> int:
         """Tiles in flight of a warp of decode attention in a step of at most so many rows."""
@@ -54,9 +54,11 @@ class Variants:
 
     def attention(self, rows: int, *, joined: bool) -> dict[str, int]:
         """Macros of attention_decode.cu that differ from its own."""
-        stages = self.stages(rows)
-        found = {"STAGES": stages, "LEAVE": int(self.leave), "JOINED": int(joined)}
-        return {name: value for name, value in found.items() if value != {"STAGES": 3}.get(name, 0)}
+        return _others({"STAGES": self.stages(rows), "LEAVE": int(self.leave), "JOINED": int(joined)})
+
+
+def _others(macros: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in macros.items() if value != OWN[name]}
 
 
 DEFAULT = Variants()

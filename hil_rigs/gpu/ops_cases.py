@@ -22,6 +22,7 @@ from blink_core.ops.cuda_ops import AttentionShape, CudaOps, CudaWeight, Norm, t
 from blink_core.ops.numpy_ops import NumpyOps
 from hil_rigs.gpu.attention_cases import PagedStep, append, attention, beside_torch, far, paged_step
 from hil_rigs.gpu.comparison import LIMITS, PAGE, Outcome, drawn, error_of, poisoned
+from hil_rigs.gpu.joined_cases import joined
 from hil_rigs.gpu.moe_cases import one_token
 
 __all__ = [
@@ -341,6 +342,7 @@ CASES: dict[str, Callable[[CudaOps, np.random.Generator], Iterator[Outcome]]] = 
     "attention": attention,
     "append": append,
     "far": far,
+    "joined": joined,
     "torch": beside_torch,
     "moe": moe,
     "one": one_token,

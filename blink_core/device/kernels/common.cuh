@@ -111,6 +111,12 @@ DEVICE void stream16(u32 shared, const void* global, bool valid, u64 policy) {
                "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
+// 16 bytes of what the thread copied itself.
+DEVICE uint4 load_shared16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void copy_wait() {

@@ -31,11 +31,6 @@ struct SkinnyParams {
   T* normed;  // [rows, k]: what norm made of x, or null
 };
 
-DEVICE uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
 DEVICE Vec scaled(Vec v, float scale, const Vec& weight) {
 #pragma unroll
   for (int e = 0; e < VEC; ++e) v.e[e] = from_float<T>(to_float(v.e[e]) * scale * to_float(weight.e[e]));
@@ -185,8 +180,8 @@ DEVICE void product(const SkinnyParams& params) {
         uint4 a[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          a[m][0] = load_shared(ring + (used * MT * 2 + m * 2) * 512);
-          a[m][1] = load_shared(ring + (used * MT * 2 + m * 2 + 1) * 512);
+          a[m][0] = load_shared16(ring + (used * MT * 2 + m * 2) * 512);
+          a[m][1] = load_shared16(ring + (used * MT * 2 + m * 2 + 1) * 512);
         }
         used = used + 1 == STAGES ? 0 : used + 1;
         fetch();

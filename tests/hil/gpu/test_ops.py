@@ -14,8 +14,11 @@ if MISSING is None:
     from hil_rigs.gpu.ops_check import CHECKS
     from hil_rigs.gpu.sampler_cases import sampler
 
-PARTS = ("rows", "products", "own", "invariance", "rope", "attention", "append", "far", "torch", "moe", "one", "fixed")
-NONE = {("torch", "float32"), ("far", "float32"), ("own", "float32"), ("one", "float32"), ("fixed", "float32")}
+PARTS = (
+    *("rows", "products", "own", "invariance", "rope", "attention", "append", "far", "joined", "torch", "moe", "one"),
+    "fixed",
+)
+NONE = {(part, "float32") for part in ("torch", "far", "own", "joined", "one", "fixed")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

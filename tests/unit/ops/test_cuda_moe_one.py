@@ -21,6 +21,7 @@ cupy = sys.modules["cupy"] = MagicMock()
 from blink_core.ops import cuda_moe
 from blink_core.ops.cuda_gemm import CudaWeight, Gemm, Norm
 from blink_core.ops.cuda_modules import Kernels
+from blink_core.ops.cuda_variants import Variants
 
 given = json.loads(sys.argv[1])
 experts, top_k, hidden, inner = given["experts"], 2, 64, 32
@@ -38,14 +39,17 @@ def launch(name, shared, grid, threads, params):
     fields = {n: getattr(params, n) for n, _ in params._fields_}
     launched.append({"name": name, "shared": shared, "grid": grid, **fields})
 Kernels.get = lambda self, file, name, shared=0: SimpleNamespace(launch=lambda *a: launch(name, shared, *a))
-kernels = Kernels("bfloat16", reserved=given["reserved"])
+kernels = Kernels("bfloat16", reserved=given["reserved"], variants=Variants(ahead_kib=given["ahead"]))
 moe = cuda_moe.CudaMoe(kernels, Gemm(kernels), experts, top_k, hidden, inner, 1, "u2")
 moe.join_router = given["join"]
 weights = [array(10, experts, hidden), array(11, experts, 2 * inner, hidden), array(12, experts, hidden, inner)]
+following = array(30, 320, hidden)
+following.nbytes = given["following"]
 x, normed, norm = array(20, 1, hidden), array(21, 1, hidden), Norm(array(22, hidden), 1e-6)
 for _ in range(2):
     launched.clear()
-    moe(x, *[CudaWeight(w) for w in weights], None, x, normalize=True, residual=x, norm=norm, normed=normed)
+    moe(x, *[CudaWeight(w) for w in weights], None, x, normalize=True, residual=x, norm=norm, normed=normed,
+        ahead=CudaWeight(following))
 print(json.dumps({"launched": launched, "told": cupy.zeros.call_args_list[3].args[0]}))
 """
 FACTS = """
@@ -56,7 +60,7 @@ from blink_core.ops import cuda_moe as m
 for kind in (m.RouterParams, m.OneParams):
     print(f"static_assert(sizeof({kind.__name__}) == {ctypes.sizeof(kind)});")
     print("//", kind.__name__, *(name for name, _ in kind._fields_))
-for name in ("MAX_EXPERTS", "MAX_TOP_K", "ROUTER_SHARE"):
+for name in ("MAX_EXPERTS", "MAX_TOP_K", "ROUTER_SHARE", "AHEAD_PIECE"):
     print(f"static_assert({name} == {getattr(m, name)});")
 for name in ("GATE_UP_RING", "DOWN_RING"):
     print(f"static_assert({name} * 1024 * ONE_WARPS == {getattr(m, name)});")
@@ -73,7 +77,15 @@ def run(code: str, *arguments: str) -> str:
 
 def launches(**given: int) -> tuple[list[dict[str, Any]], int]:
     """What one token launches, and the words that the blocks have to tell each other logits."""
-    usual = {"experts": 128, "multiprocessors": 132, "reserved": 0, "mps": 0, "join": 1}
+    usual = {
+        "experts": 128,
+        "multiprocessors": 132,
+        "reserved": 0,
+        "mps": 0,
+        "join": 1,
+        "ahead": 0,
+        "following": 1 << 20,
+    }
     answer = json.loads(run(CODE, json.dumps(usual | given)))
     return answer["launched"], answer["told"]
 
@@ -104,6 +116,18 @@ def test_the_router_is_apart(given: dict[str, int]) -> None:
     assert [router[n] for n in ("x", "norm", "normed", "router")] == [20, 22, 21, 10]
     assert first["x"] == 21
     assert first["router"] in (0, None)
+
+
+@pytest.mark.parametrize("experts", [128, 512])
+@pytest.mark.parametrize(
+    ("ahead", "following", "each"), [(0, 1 << 24, 0), (64, 1 << 24, 65536), (64, 132 * 8191, 4096), (64, 4095, 0)]
+)
+def test_no_block_fetches_beyond_the_weight(experts: int, ahead: int, following: int, each: int) -> None:
+    """Catches: addresses behind the next layer's weight; a variant that fetches nothing, or the default that does."""
+    first = launches(experts=experts, ahead=ahead, following=following)[0][0]
+    assert first["ahead_bytes"] == each
+    assert (first["ahead"] or 0) == (30 if each else 0)
+    assert each * first["grid"] <= following
 
 
 def test_parameters_agree() -> None:
