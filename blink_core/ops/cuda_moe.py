@@ -18,7 +18,6 @@ SKINNY_TOKENS = 64
 MAX_EXPERTS, MAX_TOP_K = 512, 16  # moe.cu, moe_choice.cuh
 # Whether the blocks of one token's first product make the router's logits together, which saves a kernel.
 JOIN_ROUTER = True
-ROUTER_SHARE = 14  # moe_choice.cuh: experts of a block at most
 MPS_ATTRIBUTE = 133  # cudaDevAttrMpsEnabled
 ONE_THREADS, ROUTER_WARPS = 256, 4
 ONE_HIDDEN = 4096  # elements of a token that the router's kernel holds
@@ -176,7 +175,7 @@ class CudaMoe:
     ) -> None:
         if norm is not None and normed is None:
             raise ValueError("a mixture that norms its input needs the array `normed`")
-        hidden, inner, experts = x.shape[1], self._inner, self._experts
+        hidden, inner, experts, variants = x.shape[1], self._inner, self._experts, self._kernels.variants
         weight = None if norm is None else norm.weight
         shapes = (
             (router, (experts, hidden)),
@@ -194,7 +193,7 @@ class CudaMoe:
                 eps,
             )  # fmt: skip
             held = 8 if hidden <= 2048 else 16
-            alone = self._kernels.get("moe_one.cu", f"moe_router_one_{held}")
+            alone = self._kernels.get("moe_one.cu", f"moe_router_one_{held}", **variants.one)
             alone.launch(-(-experts // ROUTER_WARPS), 128, params)
         following, each = self._share(ahead, blocks)
         one = OneParams(
@@ -204,9 +203,11 @@ class CudaMoe:
             pointer(self.weight), pointer(following), experts, self._top_k, hidden, inner, int(normalize), self._slots,
             each, eps,
         )  # fmt: skip
-        first = self._kernels.get("moe_one.cu", "moe_gate_up_one", GATE_UP_RING + hidden * 2)
+        ring = ONE_THREADS // 32 * variants.gate_up_ring * 1024
+        first = self._kernels.get("moe_one.cu", "moe_gate_up_one", ring + hidden * 2, **variants.one)
         first.launch(blocks, ONE_THREADS, one)
-        second = self._kernels.get("moe_one.cu", "moe_down_one", DOWN_RING + self._top_k * inner * 2)
+        shared = DOWN_RING + self._top_k * inner * 2
+        second = self._kernels.get("moe_one.cu", "moe_down_one", shared, **variants.one)
         second.launch(blocks, ONE_THREADS, one)
 
     def _share(self, ahead: CudaWeight | None, blocks: int) -> tuple[cp.ndarray | None, int]:
@@ -222,4 +223,5 @@ class CudaMoe:
         other processes may keep some of them out, and wait for others of their own."""
         if self._mps is None:
             self._mps = bool(cp.cuda.runtime.deviceGetAttribute(MPS_ATTRIBUTE, cp.cuda.Device().id))
-        return self.join_router and not self._mps and self._slots <= blocks * ROUTER_SHARE
+        each = self._kernels.variants.gate_up_ring  # moe_choice.cuh: experts of a block at most
+        return self.join_router and not self._mps and self._slots <= blocks * each

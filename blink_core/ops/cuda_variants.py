@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 WARPS = 8  # of a block of gemm_skinny.cu
 PAIR_KIB = 114  # a block of more shared memory than this is alone among its kind
-OWN = {"RING": 20, "NORM_RING": 16, "STAGES": 3, "LEAVE": 0, "JOINED": 0}  # macros that the sources have by themselves
+OWN = {"RING": 20, "NORM_RING": 16, "GATE_UP_RING": 14, "STAGES": 3, "LEAVE": 0, "JOINED": 0}  # of the sources
 
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """ring, norm_ring: KiB in flight of a warp of gemm_skinny.cu, without and with a norm.
+    """ring, norm_ring: KiB in flight of a warp of gemm_skinny.cu, without and with a norm. gate_up_ring: of one token's
+    first MoE kernel.
 
     attention_stages: tiles in flight of a warp of attention_decode.cu; the first is for steps of up to ``few_rows``
     rows, the other for all others. leave: its blocks without work end at once. join_rope: it does what rope_kv.cu does.
@@ -27,6 +28,7 @@ class Variants:
 
     ring: int = 20
     norm_ring: int = 16
+    gate_up_ring: int = 14
     attention_stages: tuple[int, int] = (3, 3)
     few_rows: int = 8
     leave: bool = False
@@ -38,6 +40,8 @@ class Variants:
             kib = getattr(self, name)
             if not PAIR_KIB < WARPS * kib <= 200:
                 raise ValueError(f"{name} is {kib} KiB of a warp, expected 15 to 25: one block at a time")
+        if not 8 <= self.gate_up_ring <= 14:
+            raise ValueError(f"gate_up_ring is {self.gate_up_ring} KiB of a warp, expected 8 to 14")
         if not all(2 <= stages <= 4 for stages in self.attention_stages):
             raise ValueError(f"attention_stages are {self.attention_stages}, expected 2 to 4 each")
         if self.ahead_kib < 0 or self.ahead_kib % 4:
@@ -47,6 +51,11 @@ class Variants:
     def skinny(self) -> dict[str, int]:
         """Macros of gemm_skinny.cu that differ from its own."""
         return _others({"RING": self.ring, "NORM_RING": self.norm_ring})
+
+    @property
+    def one(self) -> dict[str, int]:
+        """Macros of moe_one.cu that differ from its own."""
+        return _others({"GATE_UP_RING": self.gate_up_ring})
 
     def stages(self, rows: int) -> int:
         """Tiles in flight of a warp of decode attention in a step of at most so many rows."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BESIDE = Variants(attention_stages=(2, 3), leave=True)  # attention's blocks fit beside the product before
 JOINED = replace(BESIDE, join_rope=True, ring=16)  # and beside the one behind, which follows the QKV product at once
+EARLY = replace(JOINED, gate_up_ring=11)  # the first MoE kernel's blocks fit beside the output product's
 VARIANTS: dict[str, Variants] = {
     "base": Variants(),
     "leave": Variants(leave=True),
@@ -42,6 +43,9 @@ VARIANTS: dict[str, Variants] = {
     "ahead-64": Variants(ahead_kib=64),
     "join-ahead-64": replace(JOINED, ahead_kib=64),
     "join-ahead-128": replace(JOINED, ahead_kib=128),
+    "join-early": EARLY,
+    "join-early-ahead-64": replace(EARLY, ahead_kib=64),
+    "join-early-ahead-128": replace(EARLY, ahead_kib=128),
     "again": Variants(),
 }
 STEPS = ("qwen-1", "llama-1", "llama-8", "llama-16", "llama-32")
@@ -60,9 +64,12 @@ class Found:
 
 
 def chosen(step: str, names: Sequence[str]) -> list[str]:
-    """Variants worth measuring for a step: what is fetched ahead is a mixture's."""
-    mixture = step.startswith("qwen")
-    return [name for name in names if mixture or VARIANTS[name].ahead_kib == 0]
+    """Variants worth measuring for a step: some differ in a mixture's kernels alone."""
+    mixture, own = step.startswith("qwen"), Variants()
+    return [
+        name for name in names
+        if mixture or (VARIANTS[name].ahead_kib, VARIANTS[name].gate_up_ring) == (own.ahead_kib, own.gate_up_ring)
+    ]  # fmt: skip
 
 
 def rounds_of(names: Sequence[str], rounds: int) -> list[str]:

@@ -9,11 +9,15 @@ constexpr int MAX_TOP_K = 16;
 constexpr int ONE_WARPS = 8;
 constexpr int SPAN = 32 * VEC;  // elements of a row that a warp takes at once
 constexpr int BLOCK_SPAN = ONE_WARPS * SPAN, BLOCK_SPANS = 2;  // that a block takes at once, and how often
-constexpr int ROUTER_SHARE = 14;  // experts of a block whose logits it makes: their rows lie where its rings will be
 constexpr u32 POLLS = 1u << 24;   // of the other blocks' logits until it is given up: ten seconds and more
 // KiB in flight of a warp. The first takes more than half of shared memory on purpose, as gemm_skinny.cu says; the
-// second fits beside it, and beside the product that follows.
-constexpr int GATE_UP_RING = 14, DOWN_RING = 8;
+// second fits beside it, and beside the product that follows. With 11 (a compile-time variant, ops/cuda_variants.py) the
+// first fits beside the product before it, if that has a ring of 16.
+#ifndef GATE_UP_RING
+#define GATE_UP_RING 14
+#endif
+constexpr int DOWN_RING = 8;
+constexpr int ROUTER_SHARE = GATE_UP_RING;  // experts of a block whose logits it makes: rows lie where the rings will be
 constexpr int AHEAD_PIECE = 4096;
 static_assert(ROUTER_SHARE * BLOCK_SPANS * BLOCK_SPAN * 2 <= ONE_WARPS * GATE_UP_RING * 1024, "rows lie in the rings");
 

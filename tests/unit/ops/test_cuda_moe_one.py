@@ -38,8 +38,14 @@ launched = []
 def launch(name, shared, grid, threads, params):
     fields = {n: getattr(params, n) for n, _ in params._fields_}
     launched.append({"name": name, "shared": shared, "grid": grid, **fields})
-Kernels.get = lambda self, file, name, shared=0: SimpleNamespace(launch=lambda *a: launch(name, shared, *a))
-kernels = Kernels("bfloat16", reserved=given["reserved"], variants=Variants(ahead_kib=given["ahead"]))
+macros = []
+def get(self, file, name, shared=0, **defines):
+    macros.append(defines)
+    return SimpleNamespace(launch=lambda *a: launch(name, shared, *a))
+
+Kernels.get = get
+variants = Variants(ahead_kib=given["ahead"], gate_up_ring=given["ring"])
+kernels = Kernels("bfloat16", reserved=given["reserved"], variants=variants)
 moe = cuda_moe.CudaMoe(kernels, Gemm(kernels), experts, top_k, hidden, inner, 1, "u2")
 moe.join_router = given["join"]
 weights = [array(10, experts, hidden), array(11, experts, 2 * inner, hidden), array(12, experts, hidden, inner)]
@@ -50,8 +56,12 @@ for _ in range(2):
     launched.clear()
     moe(x, *[CudaWeight(w) for w in weights], None, x, normalize=True, residual=x, norm=norm, normed=normed,
         ahead=CudaWeight(following))
-print(json.dumps({"launched": launched, "told": cupy.zeros.call_args_list[3].args[0]}))
+print(json.dumps({"launched": launched, "told": cupy.zeros.call_args_list[3].args[0], "macros": macros}))
 """
+USUAL = {
+    "experts": 128, "multiprocessors": 132, "reserved": 0, "mps": 0, "join": 1, "ahead": 0, "following": 1 << 20,
+    "ring": 14,
+}  # fmt: skip
 FACTS = """
 import ctypes, sys
 from unittest.mock import MagicMock
@@ -60,7 +70,7 @@ from blink_core.ops import cuda_moe as m
 for kind in (m.RouterParams, m.OneParams):
     print(f"static_assert(sizeof({kind.__name__}) == {ctypes.sizeof(kind)});")
     print("//", kind.__name__, *(name for name, _ in kind._fields_))
-for name in ("MAX_EXPERTS", "MAX_TOP_K", "ROUTER_SHARE", "AHEAD_PIECE"):
+for name in ("MAX_EXPERTS", "MAX_TOP_K", "AHEAD_PIECE"):
     print(f"static_assert({name} == {getattr(m, name)});")
 for name in ("GATE_UP_RING", "DOWN_RING"):
     print(f"static_assert({name} * 1024 * ONE_WARPS == {getattr(m, name)});")
@@ -77,16 +87,7 @@ def run(code: str, *arguments: str) -> str:
 
 def launches(**given: int) -> tuple[list[dict[str, Any]], int]:
     """What one token launches, and the words that the blocks have to tell each other logits."""
-    usual = {
-        "experts": 128,
-        "multiprocessors": 132,
-        "reserved": 0,
-        "mps": 0,
-        "join": 1,
-        "ahead": 0,
-        "following": 1 << 20,
-    }
-    answer = json.loads(run(CODE, json.dumps(usual | given)))
+    answer = json.loads(run(CODE, json.dumps(USUAL | given)))
     return answer["launched"], answer["told"]
 
 
@@ -116,6 +117,18 @@ def test_the_router_is_apart(given: dict[str, int]) -> None:
     assert [router[n] for n in ("x", "norm", "normed", "router")] == [20, 22, 21, 10]
     assert first["x"] == 21
     assert first["router"] in (0, None)
+
+
+@pytest.mark.parametrize(("ring", "reserved", "joined"), [(14, 95, True), (11, 95, False), (11, 85, True)])
+def test_the_ring_holds_the_routers_rows(ring: int, reserved: int, joined: bool) -> None:
+    """Catches: rows of more experts than the ring of a variant holds: they would lie over x; shared memory or a macro
+    of another ring than the kernel's."""
+    first = launches(experts=512, reserved=reserved, ring=ring)[0][-2]
+    assert first["name"] == "moe_gate_up_one"
+    assert first["shared"] == 8 * ring * 1024 + 64 * 2
+    assert (first["router"] == 10) is joined
+    macros = {} if ring == 14 else {"GATE_UP_RING": ring}
+    assert json.loads(run(CODE, json.dumps(USUAL | {"ring": ring})))["macros"] == [macros] * 4
 
 
 @pytest.mark.parametrize("experts", [128, 512])

@@ -118,14 +118,10 @@ def test_rings_and_macros_agree() -> None:
 
 def test_own_macros_are_the_sources() -> None:
     """Catches: a default of a source that was changed alone, so that a launch brings shared memory for another ring."""
-    for file, names in (
-        ("gemm_skinny.cu", ("RING", "NORM_RING")),
-        ("attention_decode.cu", ("STAGES", "LEAVE", "JOINED")),
-    ):
-        text = source(file)
-        assert {name: int(re.findall(rf"#define {name} (\d+)", text)[0]) for name in names} == {
-            n: OWN[n] for n in names
-        }
+    text = "".join(source(file) for file in ("gemm_skinny.cu", "moe_one.cu", "attention_decode.cu"))
+    assert {name: [str(value)] for name, value in OWN.items()} == {
+        name: re.findall(rf"#ifndef {name}\n#define {name} (\d+)\n#endif", text) for name in OWN
+    }
 
 
 def test_attention_fits_beside_both_products() -> None:
@@ -136,12 +132,26 @@ def test_attention_fits_beside_both_products() -> None:
     assert block(qkv) + block(attention) <= MULTIPROCESSOR
     assert block(out) + block(attention) <= MULTIPROCESSOR
     assert 2 * min(block(qkv), block(out)) > MULTIPROCESSOR
+    choice = 128 + 8 * 4 + few.gate_up_ring * 8 * 4  # static memory of moe_one.cu's kernels at most
+    gate_up = 8 * replace(few, gate_up_ring=11).gate_up_ring * 1024 + 2048 * 2 + choice + RESERVED
+    down = 8 * 8 * 1024 + 8 * 768 * 2 + choice + RESERVED
+    assert block(out) + gate_up <= MULTIPROCESSOR
+    assert gate_up + down <= MULTIPROCESSOR < gate_up + 2 * down
+    assert down + block(qkv) <= MULTIPROCESSOR
     qkv, out, attention = launches(DEFAULT)
     assert block(qkv) + block(attention) > MULTIPROCESSOR  # what the variant is for
 
 
 @pytest.mark.parametrize(
-    "given", [{"ring": 14}, {"norm_ring": 26}, {"attention_stages": (1, 3)}, {"ahead_kib": 6}, {"ahead_kib": -4}]
+    "given",
+    [
+        {"ring": 14},
+        {"norm_ring": 26},
+        {"gate_up_ring": 7},
+        {"attention_stages": (1, 3)},
+        {"ahead_kib": 6},
+        {"ahead_kib": -4},
+    ],
 )
 def test_layouts_that_cannot_be_are_refused(given: dict[str, Any]) -> None:
     """Catches: rings of which two blocks find room, a ring without a copy in flight, a piece of the L2's cut in two."""
