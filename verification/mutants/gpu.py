@@ -15,7 +15,7 @@ from verification.mutants.model import PRODUCT, Mutant, by_name, load
 KERNELS = PRODUCT / "blink_core" / "device" / "kernels"
 # Parts of ops_check that run a file's kernels, and the element types in which.
 PARTS: dict[str, tuple[str, str]] = {
-    "attention_decode.cu": ("attention,append,far", "bfloat16"),
+    "attention_decode.cu": ("attention,append,far,joined", "bfloat16"),
     "attention_plan.cu": ("attention", "bfloat16"),
     "attention_prefill.cu": ("attention", "bfloat16"),
     "attention_strict.cu": ("attention", "float32"),

@@ -30,6 +30,10 @@ VARIANTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("attention_strict.cu", "float32", HEAD),
     ("rope_kv.cu", "float32", {"HEAD_DIM": 96}),
     ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8}),
+    ("attention_decode.cu", "bfloat16", {**HEAD, "STAGES": 2, "LEAVE": 1, "JOINED": 1}),  # ops/cuda_variants.py
+    ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8, "JOINED": 1}),
+    ("gemm_skinny.cu", "bfloat16", {"RING": 16, "NORM_RING": 17}),
+    ("moe_one.cu", "bfloat16", {"GATE_UP_RING": 11}),
     ("attention_prefill.cu", "bfloat16", {"HEAD_DIM": 64, "PAGE_SIZE": 8}),
     ("attention_prefill.cu", "bfloat16", {**HEAD, "KEY_PIECE": 512}),  # batch-invariant mode
     ("attention_prefill.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 16, "KEY_PIECE": 512}),

@@ -71,7 +71,7 @@ CASES = (
     Case(6, 3, 128, 48, False, (129, 33, 2), window=40),
     Case(4, 4, 64, 32, False, (15, 700)),
 )
-VARIANTS = (
+VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"STAGES": 2, "LEAVE": 1}, {"STAGES": 2, "LEAVE": 1, "JOINED": 1}, {"STAGES": 3, "JOINED": 1},
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ extern "C" void run(int grid, int kernel, const MatmulParams* p) {
   launch(grid, THREADS, [&] { fixed_32(*p); });
 }
 """
-RINGS = ({}, {"RING": 16}, {"RING": 15, "NORM_RING": 17})
+RINGS: tuple[dict[str, int], ...] = ({}, {"RING": 16}, {"RING": 15, "NORM_RING": 17})
 OUTPUTS, INPUTS, GRID = 83, 1312, 3  # 41 chunks of 32: not all warps have as many; several tiles a block, the last cut
 
 
@@ -48,7 +48,7 @@ class Product:
         self.residual = rounded(rng.standard_normal((rows, OUTPUTS)))
         self.norm = rounded(rng.uniform(0.5, 2, INPUTS))
 
-    def run(self, file: str, tail: str, kernel: int, *, normed: bool = False, **macros: int) -> U16:
+    def run(self, file: str, tail: str, kernel: int, macros: dict[str, int], *, normed: bool = False) -> U16:
         """The product, its x and residual poison until a block has waited for the kernel before."""
         out = np.full((self.rows, OUTPUTS), 0xFFFF, np.uint16)
         x, residual = self.x.copy(), self.residual.copy()
@@ -75,11 +75,11 @@ def test_rings_leave_the_bits(folder: Path, kernel: int, rows: int) -> None:
     """Catches: a ring whose chunks are taken out of order, or before they have landed; an order of additions that
     depends on it, so that a row had other bits in batch-invariant mode than alone."""
     product = Product(folder, rows)
-    fixed = product.run("gemm_fixed.cu", FIXED, 0)
+    fixed = product.run("gemm_fixed.cu", FIXED, 0, {})
     expected = product.expected()
     assert np.linalg.norm(widened(fixed) - expected) <= 2.5e-3 * np.linalg.norm(expected)
     for ring in RINGS:
-        assert np.array_equal(product.run("gemm_skinny.cu", SKINNY, kernel, **ring), fixed), ring
+        assert np.array_equal(product.run("gemm_skinny.cu", SKINNY, kernel, ring), fixed), ring
 
 
 def test_rings_leave_the_bits_behind_a_norm(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_rings_leave_the_bits_behind_a_norm(folder: Path) -> None:
     product = Product(folder, 3)
     expected, first = product.expected(normed=True), None
     for ring in RINGS:
-        got = product.run("gemm_skinny.cu", SKINNY, 3, normed=True, **ring)
+        got = product.run("gemm_skinny.cu", SKINNY, 3, ring, normed=True)
         assert np.linalg.norm(widened(got) - expected) <= 5e-3 * np.linalg.norm(expected)
         first = got if first is None else first
         assert np.array_equal(got, first), ring
