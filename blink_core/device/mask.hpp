@@ -31,8 +31,9 @@ BLINK_FN int32_t first_awake(const Context& c, uint32_t ring, uint32_t priority)
   return at;
 }
 
-// Takes the mask of one request if it is there; of a waiting one, which has no row for the bits, only that it is. While a step runs that samples from the row, its mask is the one
-// the mailbox is not asked for: output index + 1 has been taken, and the next is known after the step.
+// Takes the mask of one request if it is there; of a waiting one, which has no row for the bits, only that it is. While
+// a step runs that samples from the row, its mask is the one the mailbox is not asked for: output index + 1 has been
+// taken, and the next is known after the step.
 template <class Group>
 BLINK_FN uint32_t poll_mask(const Context& c, uint32_t request, Group& g) {
   const Request& q = c.requests[request];

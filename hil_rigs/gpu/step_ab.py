@@ -104,7 +104,7 @@ def compare(stack: Stack, step: str, names: Sequence[str], rounds: int, reserved
     rows = int(step.split("-")[1])
     stack.ops.kernels.reserved = reserved
     if stack.shape.experts is None:
-        for line in tune(stack.ops, stack, rows):
+        for line in tune(stack.ops, stack, Step(stack, [(1, CONTEXT)] * rows)):
             print(line, flush=True)
     stack.ops.gemm.library()  # so that all share its choices
     stream = cp.cuda.Stream(non_blocking=True)

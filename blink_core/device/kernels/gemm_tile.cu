@@ -217,6 +217,5 @@ DEVICE void product(const MatmulParams& p) {
 KERNEL(tile, false, false)
 KERNEL(grouped_tile, false, true)
 #if DTYPE != 0
-KERNEL(tile_silu, true, false)
 KERNEL(grouped_tile_silu, true, true)
 #endif
