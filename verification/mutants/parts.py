@@ -28,7 +28,7 @@ class PartError(RuntimeError):
 
 
 class PartsGone(RuntimeError):
-    """The process of the parts ended or did not answer in time."""
+    """The process of the parts ended."""
 
 
 class Part:
@@ -74,7 +74,8 @@ class Parts:
         self.send("", (part.number,), {}, keep=False)
 
     def call(self, target: str, *arguments: Any, **keywords: Any) -> Any:
-        """`module:attribute.path` called there; its value, which must have a pickle. Raises PartError, PartsGone."""
+        """`module:attribute.path` called there; its value, which must have a pickle. Raises PartError, PartsGone,
+        or TimeoutError for no answer until the deadline."""
         return self.send(target, arguments, keywords, keep=False)
 
     def keep(self, target: str, *arguments: Any, **keywords: Any) -> Part:
@@ -110,7 +111,7 @@ class Parts:
             ready, _, _ = select.select([number], [], [], max(0.0, limit - time.monotonic()))
             if not ready:
                 self.close()
-                raise PartsGone(f"no answer to {target} in time")
+                raise TimeoutError(f"no answer to {target} in time")
             raw = os.read(number, min(count, 1 << 20))
             if not raw:
                 raise PartsGone(f"the parts exited with status {self._process.wait(5.0)} in {target}")

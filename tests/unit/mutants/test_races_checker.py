@@ -23,22 +23,31 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def run(program: Path, checker: Checker, code: int, word: str) -> str | None:
-    """The clause that it objects with."""
-    program.write_text(f"#!/bin/sh\necho '{word}' >&2\nexit {code}\n", encoding="utf-8")
+def run(
+    program: Path, checker: Checker, code: int, word: str, *, last: str = "exit", seconds: float = 30.0
+) -> str | None:
+    """The clause that it objects with. last: what the program does at its end with `code`."""
+    program.write_text(f"#!/bin/sh\necho '{word}' >&2\n{last} {code}\n", encoding="utf-8")
     program.chmod(0o755)
-    finding = checker.run(Product(None, {}, program.parent), 1, time.monotonic() + 30.0)
+    finding = checker.run(Product(None, {}, program.parent), 1, time.monotonic() + seconds)
     return None if finding is None else finding.clause
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_deadline_is_no_finding(checker: str, ends: Path) -> None:
-    """Catches: a busy machine that kills a mutant, or objects to the product; a run that broke off, taken for a clean
-    one."""
+    """Catches: a busy machine that kills a mutant, or objects to the product, or whose slowness counts as a crash,
+    which refutes an argument for equivalence; a run that broke off, taken for a clean one or for a slow one."""
     assert run(ends, CHECKERS[checker], 0, "") is None
-    for code in (4, 1):
-        with pytest.raises(RuntimeError, match=f"exit code {code}: not in time: no acknowledgement"):
+    for code, kind in ((4, TimeoutError), (1, RuntimeError)):
+        with pytest.raises(kind, match=f"exit code {code}: not in time: no acknowledgement"):
             run(ends, CHECKERS[checker], code, "not in time: no acknowledgement of an epoch")
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_program_that_does_not_end_is_late(checker: str, ends: Path) -> None:
+    """Catches: a program that hangs beyond its own deadline and is ended, counted as a crash."""
+    with pytest.raises(TimeoutError, match="ended after 1.0 s"):
+        run(ends, CHECKERS[checker], 30, "", last="exec sleep", seconds=0.0)
 
 
 @pytest.mark.parametrize(

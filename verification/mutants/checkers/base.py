@@ -1,9 +1,9 @@
 """What the kill matrix asks of a checker.
 
 A checker draws a test of its own from a seed, runs it on the product that it is given, and returns what it found wrong.
-It must find nothing on the clean product. It never counts a crash or a missed deadline as a finding: whatever it raises
-is recorded as a crash, and the matrix ends it at its deadline. It runs in a process of its own, where the mutant is
-in force before the product is imported.
+It must find nothing on the clean product. It never counts a crash or a missed deadline as a finding: it may raise
+TimeoutError, which is recorded as a timeout; whatever else it raises is a crash, and the matrix ends it at its
+deadline. It runs in a process of its own, where the mutant is in force before the product is imported.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RefusedError(Exception):
 
 @contextmanager
 def serving(product: Product, deadline: float) -> Iterator[Client]:
-    """The tiny model, served by the product until the `with` ends."""
+    """The tiny model, served by the product until the `with` ends. Raises TimeoutError for no answer in time."""
     parts = parts_of(product, deadline)
     served = parts.keep(
         "hil_rigs.served:ServedModel", str(model_path(MODEL)), tempfile.mkdtemp(dir=product.scratch), ENGINE
@@ -81,6 +81,8 @@ def serving(product: Product, deadline: float) -> Iterator[Client]:
     try:
         with httpx.Client(base_url=served.call("url"), timeout=min(20.0, left(deadline))) as http:
             yield Client(http, served)
+    except httpx.TimeoutException as error:  # no TimeoutError, which is what counts as a hang
+        raise TimeoutError(f"no answer in time: {error}") from error
     finally:
         if parts.alive:
             served.call("close")

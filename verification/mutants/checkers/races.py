@@ -23,7 +23,7 @@ from verification.mutants.checkers.base import Finding, Product, found, left
 from verification.mutants.model import PRODUCT, Mutant
 
 SOURCE = PRODUCT / "tests" / "planted" / "threads.cpp"
-_OBJECTS = 3  # exit code of the program for what it finds wrong itself; a deadline of its own has another
+_OBJECTS, _LATE = 3, 4  # exit codes of the program for what it finds wrong itself, and for a deadline of its own
 _LEAST_S = 1.0  # seconds of a run, however little is left
 _SOONER_S = 2.0  # by which the program's deadline is before ours, so that it says what it waits for
 _FEW_ROWS = 4  # of a step, unless many are asked for
@@ -45,14 +45,14 @@ class Races:
         return mutant.file.endswith("/atomics.hpp")
 
     def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """One run of some 50 requests a ring. Raises RuntimeError for one that ends otherwise than by a race."""
+        """One run of some 50 requests a ring. Raises TimeoutError for one that is not done in time, RuntimeError for
+        one that ends otherwise than by a race."""
         requests = random.Random(f"races/{seed}").randrange(40, 80)
         done = _ran(_built(product.mutant), 0, deadline, 1, requests, LogLevel.ALL, _FEW_ROWS)
         race = reported(done.stderr)
         if race is not None:
             return found(self, "data race", race)
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-300:]}")
+        _done(done)
         return None
 
 
@@ -83,8 +83,8 @@ class GroupRaces:
         _woven(os.environ)
 
     def run(self, product: Product, seed: int, deadline: float) -> Finding | None:
-        """One run at each level, and one of many rows. Raises RuntimeError for one that ends otherwise: it crashed, or
-        was not done in time, which a busy machine can cause."""
+        """One run at each level, and one of many rows. Raises TimeoutError for one that is not done in time, which a
+        busy machine can cause, RuntimeError for one that crashes."""
         program, identity = _woven(product.environ)
         rng = random.Random(f"group-races/{seed}")
         rows = rng.randrange(70, 90)
@@ -96,25 +96,34 @@ class GroupRaces:
                 return found(self, "data race in a group", race)
             if done.returncode == _OBJECTS:
                 return found(self, "what a group does", done.stderr)
-            if done.returncode:
-                raise RuntimeError(f"level {level}: exit code {done.returncode}: {done.stderr[-300:]}")
+            _done(done, f"level {level}: ")
         return None
 
 
 def _ran(
     program: Path, identity: int, deadline: float, group: int, requests: int, level: LogLevel, rows: int
 ) -> subprocess.CompletedProcess[str]:
-    """One run of the program, with what is left until the deadline."""
+    """One run of the program, with what is left until the deadline. Raises TimeoutError for one that goes on beyond."""
     limit = max(_LEAST_S, left(deadline) - 1.0)
     own = max(_LEAST_S, limit - _SOONER_S)
-    return subprocess.run(
-        [str(program), *map(str, (group, requests, int(level), rows, int(own)))],
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-        env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "BLINK_MUTANT": str(identity)},
-    )
+    try:
+        return subprocess.run(
+            [str(program), *map(str, (group, requests, int(level), rows, int(own)))],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+            env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "BLINK_MUTANT": str(identity)},
+        )
+    except subprocess.TimeoutExpired as error:  # no TimeoutError, which is what counts as a hang
+        raise TimeoutError(f"level {level}: ended after {limit:.1f} s") from error
+
+
+def _done(run: subprocess.CompletedProcess[str], where: str = "") -> None:
+    """Raises TimeoutError for a run that says it was not done in time, RuntimeError for one that ended otherwise."""
+    if run.returncode:
+        kind = TimeoutError if run.returncode == _LATE else RuntimeError
+        raise kind(f"{where}exit code {run.returncode}: {run.stderr[-300:]}")
 
 
 def _woven(environ: Mapping[str, str]) -> tuple[Path, int]:
