@@ -186,16 +186,20 @@ def of_tester_command(
     shard: Annotated[str, typer.Option("--shard", help="i/n: every n-th of the sample, from the i-th on.")] = "1/1",
     out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("out/mutants"),
 ) -> None:
-    """Score the tests on mutants of specification and checkers, made with mutmut. Exit 0, or 2 could not run."""
-    from verification.mutants import tester
+    """Score the tests on mutants of specification and checkers, made with mutmut. Exit 0, 1 an argument for
+    equivalence is refuted, or 2 could not run."""
+    from verification.mutants import matrix, tester
     from verification.mutants.weave import BuildFailed
 
     part, parts = _parts(shard)
     try:
-        score = tester.run(count, seed, shard=(part, parts), say=typer.echo)
-    except BuildFailed as error:
+        score = tester.run(count, seed, shard=(part, parts), equivalent=matrix.equivalents(), say=typer.echo)
+    except (BuildFailed, RegistryError) as error:
         raise _fail(str(error)) from error
     out.mkdir(parents=True, exist_ok=True)
     name = "tester.json" if parts == 1 else f"tester-{part}-of-{parts}.json"
     (out / name).write_text(json.dumps(score.to_json() | {"seed": seed}, indent=1), encoding="utf-8")
+    for refuted in score.refuted:
+        typer.echo(f"problem: argued equivalent: {refuted}")
     typer.echo(str(score))
+    raise typer.Exit(EXIT_SURVIVORS if score.refuted else 0)

@@ -6,6 +6,9 @@ is a test that fails: an error of collection, or a run that does not end, is non
 
 Left out are mutants of nothing but words for a reader: see `only_words`. A mutant's name and its place in the draw hang
 on the file and the change alone, so that a sample stays while the modules that it is of change elsewhere.
+
+Those that nobody can tell from the suite as it is are argued in `equivalent.yaml`, like the product's: they are run
+whether drawn or not, and one that is noticed, or is not there any more, refutes its argument.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verification.certificate.supervise import plugin_arguments
 from verification.mutants import hook
 from verification.mutants.automatic import wilson
+from verification.mutants.matrix import refutes
 from verification.mutants.model import PRODUCT
 from verification.mutants.weave import BuildFailed
 
 SECONDS = 120.0
+PREFIX = "tester-"  # of the names of these mutants
 _U, _S = "tests/unit/verification", "tests/unit/spec"
 _SPEC = (
     f"{_S}/test_rings.py",
@@ -65,8 +70,9 @@ class TesterMutant:
     text: str
 
 
-def draw(count: int, seed: int) -> tuple[list[TesterMutant], int]:
-    """A sample of all mutants of the modules of `TESTS`, and how many there are. Raises BuildFailed without mutmut."""
+def draw(count: int, seed: int, names: Collection[str] = ()) -> tuple[list[TesterMutant], list[TesterMutant], int]:
+    """A sample of all mutants of the modules of `TESTS`, those of `names` that are not in it, and how many there are.
+    Raises BuildFailed without mutmut."""
     try:
         with contextlib.chdir(PRODUCT):  # mutmut looks there for its configuration, pyproject.toml
             from mutmut.mutation.file_mutation import create_mutations
@@ -84,19 +90,21 @@ def draw(count: int, seed: int) -> tuple[list[TesterMutant], int]:
             seen[change] += 1
             if not only_words(old, new):
                 key = hashlib.sha256(f"{change}|{seen[change]}".encode()).hexdigest()[:10]
-                every.append((f"tester-{key}", file, old, new))
-    out: list[TesterMutant] = []
+                every.append((f"{PREFIX}{key}", file, old, new))
+    sample: list[TesterMutant] = []
+    beside: list[TesterMutant] = []
     for name, file, old, new in sorted(every, key=lambda one: hashlib.sha256(f"{seed}/{one[0]}".encode()).digest()):
-        if len(out) == count:
-            break
+        full = len(sample) == count
+        if full and name not in names:
+            continue
         text, source = of[file][0].deep_replace(old, new).code, _source(file)
         if text == source:
             continue
         lines = zip(source.splitlines(), text.splitlines(), strict=False)
         line = next((at for at, (a, b) in enumerate(lines, 1) if a != b), 0)
         what = " -> ".join(" ".join(_code(node).split())[:80] for node in (old, new))
-        out.append(TesterMutant(name, file, line, what, text))
-    return out, len(every)
+        (beside if full else sample).append(TesterMutant(name, file, line, what, text))
+    return sample, beside, len(every)
 
 
 def _code(node: Any) -> str:
@@ -176,37 +184,74 @@ def judge(mutant: TesterMutant, folder: Path) -> TesterResult:
 
 @dataclass(slots=True)
 class TesterScore:
-    """Killed of a sample, with its 95 % interval."""
+    """Killed of those of a sample that are not argued equivalent, with its 95 % interval.
+
+    argued: of those that are argued equivalent and were not drawn. equivalent: arguments by name. unknown: names that
+    are argued and that no operator makes.
+    """
 
     results: list[TesterResult]
     universe: int
+    argued: list[TesterResult] = field(default_factory=list)
+    equivalent: Mapping[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def counted(self) -> list[TesterResult]:
+        return [r for r in self.results if r.mutant.name not in self.equivalent]
+
+    @property
+    def refuted(self) -> list[str]:
+        """What is wrong with arguments for equivalence."""
+        told = [
+            f"{r.mutant.name}: {r.word}"
+            for r in (*self.results, *self.argued)
+            if (argument := self.equivalent.get(r.mutant.name)) and (r.word == "error" or refutes(r.word, argument))
+        ]
+        return told + [f"{name}: there is no such mutant" for name in self.unknown]
 
     def __str__(self) -> str:
-        n, killed = len(self.results), sum(r.word == "killed" for r in self.results)
+        n, killed = len(self.counted), sum(r.word == "killed" for r in self.counted)
         low, high = wilson(killed, n)
-        rest = {word: sum(r.word == word for r in self.results) for word in ("error", "timeout", "survived")}
+        rest = {word: sum(r.word == word for r in self.counted) for word in ("error", "timeout", "survived")}
         words = ", ".join(f"{count} {word}" for word, count in rest.items())
         return (
             f"{killed} of {n} mutants of the tester killed ({killed / max(1, n):.3f}, 95 % {low:.3f} to {high:.3f}); "
-            f"{words}; sampled from {self.universe}"
+            f"{words}; {len(self.results) - n} argued equivalent; sampled from {self.universe}"
         )
 
     def to_json(self) -> dict[str, Any]:
         keys = ("name", "file", "line", "what")
-        rows = [{key: getattr(r.mutant, key) for key in keys} | {"word": r.word} for r in self.results]
-        return {"universe": self.universe, "score": str(self), "mutants": rows}
+        rows, argued = (
+            [{key: getattr(r.mutant, key) for key in keys} | {"word": r.word} for r in group]
+            for group in (self.results, self.argued)
+        )
+        told = {"universe": self.universe, "score": str(self), "mutants": rows, "argued": argued}
+        return told | {"equivalent": list(self.equivalent), "refuted": self.refuted}
 
 
 def run(
-    count: int, seed: int, *, shard: tuple[int, int] = (1, 1), say: Callable[[str], None] = lambda line: None
+    count: int,
+    seed: int,
+    *,
+    shard: tuple[int, int] = (1, 1),
+    equivalent: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TesterScore:
-    """Runs a sample; of it every n-th from the i-th on. Raises BuildFailed where mutmut or the tests are missing."""
+    """Runs a sample and those that are argued equivalent; of both every n-th from the i-th on. Raises BuildFailed where
+    mutmut or the tests are missing.
+
+    equivalent: arguments by name; those of the product's mutants are not looked at.
+    """
     if not (PRODUCT / "tests").is_dir():
         raise BuildFailed(f"{PRODUCT} holds no tests: mutants of the tester are run in a clone of Blink")
-    sample, universe = draw(count, seed)
-    results: list[TesterResult] = []
+    arguments = {name: text for name, text in (equivalent or {}).items() if name.startswith(PREFIX)}
+    sample, beside, universe = draw(count, seed, arguments)
+    ran: list[list[TesterResult]] = [[], []]
     with tempfile.TemporaryDirectory(prefix="blink-tester-") as name:
-        for mutant in sample[shard[0] - 1 :: shard[1]]:
-            results.append(judge(mutant, Path(name)))
-            say(f"{results[-1].word:8} {mutant.name} verification/{mutant.file}:{mutant.line} {mutant.what}")
-    return TesterScore(results, universe)
+        for results, mutants in zip(ran, (sample, beside), strict=True):
+            for mutant in mutants[shard[0] - 1 :: shard[1]]:
+                results.append(judge(mutant, Path(name)))
+                say(f"{results[-1].word:8} {mutant.name} verification/{mutant.file}:{mutant.line} {mutant.what}")
+    unknown = sorted(arguments.keys() - {m.name for m in (*sample, *beside)})
+    return TesterScore(ran[0], universe, ran[1], arguments, unknown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,27 @@ def test_a_message_that_is_not_made_is_words() -> None:
 
     assert tester.only_words(assigned('message = f"{n} rows are bad"'), assigned("message = None"))
     assert not tester.only_words(assigned("split = [1, 2]"), assigned("split = None"))
+
+
+def test_arguments_about_the_tester_are_held_to_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a mutant of the tester that an argument takes out of the score though a test notices it, or though it is
+    not there any more; one that survives and is counted though it is argued; arguments about the product asked here."""
+    words = {"tester-0": "killed", "tester-1": "survived", "tester-2": "killed", "tester-3": "error"}
+    made = [tester.TesterMutant(name, "spec/kv.py", 1, "a -> b", "") for name in words]
+
+    def draw(count: int, seed: int, names: Collection[str]) -> tuple[list[Any], list[Any], int]:
+        return made[:count], [m for m in made[count:] if m.name in names], 10
+
+    monkeypatch.setattr(tester, "draw", draw)
+    monkeypatch.setattr(tester, "judge", lambda mutant, folder: tester.TesterResult(mutant, words[mutant.name]))
+    arguments = {"tester-1": "because", "auto-0": "because"}
+    score = tester.run(2, 1, equivalent=arguments)
+    assert (score.refuted, [r.mutant.name for r in score.counted]) == ([], ["tester-0"])
+    assert str(score).startswith("1 of 1 mutants of the tester killed")
+    wrong = tester.run(2, 1, equivalent={f"tester-{i}": "because" for i in (0, 1, 2, 3, 9)})
+    told = ["tester-0: killed", "tester-2: killed", "tester-3: error", "tester-9: there is no such mutant"]
+    assert wrong.refuted == told
+    assert tester.run(2, 1).refuted == []
 
 
 @pytest.fixture

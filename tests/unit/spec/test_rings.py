@@ -213,6 +213,15 @@ def test_torn_entry_is_looked_at_again_and_refused_in_the_end(fields: dict[str, 
     assert s.live == 1
 
 
+def test_slot_that_nobody_has_written_is_torn() -> None:
+    """Catches: R6, R8 broken: zeros, whose checksum does not hold, refused for the generation that they show."""
+    s = Small()
+    s.entry(Op.SUBMIT, 0, 1)
+    s.poll(5)
+    s.poll(8)
+    assert (s.ends(), s.rings[0].torn) == ([(0, ERROR, ErrorReason.CHECKSUM, 0)], 1)
+
+
 def test_torn_entry_that_settles_is_accepted() -> None:
     """Catches: R8 broken: a late descriptor refused though it came in time."""
     s = Small()

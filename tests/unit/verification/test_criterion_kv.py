@@ -158,6 +158,16 @@ def test_shapes_and_oracle_faults(rig: Rig, limits: Thresholds) -> None:
     assert result.verdict is Verdict.UNKNOWN
 
 
+def test_rows_are_compared_in_float64() -> None:
+    """Catches: errors of rows that come in a narrower type and are subtracted, or squared, in that type."""
+    one, step = np.ones((1, 1, 1, 1), np.float32), np.float32(2.0**-23)
+    tiny = np.full((1, 1, 1, 1), 1e-30, np.float32)  # its square is no float32
+    pair = (one, tiny)
+    scores = score_kv(k=one + step, v=np.float16(one) * 2, hf64=pair, hf32=(one - step, one))
+    assert scores.engine_rms.reshape(2).tolist() == [2.0**-23, 2.0 - float(tiny[0, 0, 0, 0])]
+    assert scores.reference_square.reshape(2).tolist() == [1.0, float(tiny[0, 0, 0, 0]) ** 2]
+
+
 def test_an_ill_conditioned_row_is_held_against_its_own_error() -> None:
     """A row on which HuggingFace float32 errs most may err alike in the engine, and not 8 times as much.
 

@@ -297,8 +297,10 @@ def test_a_token_outside_the_vocabulary_fails(limits: Thresholds, token: int) ->
     """Catches: a padded column of the output projection that was sampled, or an index that wraps."""
     rows = _constructed()
     rows["emitted"][7] = token
-    result = check_tokens(**rows, thresholds=limits.tokens)
+    names: Any = [{"request": "r", "index": i} for i in range(N)]
+    result = check_tokens(**rows, thresholds=limits.tokens, names=names)
     assert (result.verdict, result.clause) == (Verdict.INVALID, "vocabulary")
+    assert result.witness == {"row": 7, "request": "r", "index": 7}
 
 
 def test_pooled_requests_give_the_verdict_of_all_rows(limits: Thresholds) -> None:

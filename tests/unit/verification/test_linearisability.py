@@ -132,6 +132,19 @@ def test_bounded_effort_is_unknown() -> None:
         check(good, budget=0)
 
 
+@pytest.mark.parametrize(("reason", "generation"), [("SLOT_BUSY", 3), ("BAD_GENERATION", 1)])
+def test_a_submission_without_an_answer_may_be_what_another_was_refused_for(reason: str, generation: int) -> None:
+    """Catches: a lost front end's submission that is left out though a refusal tells of it: a false alarm; one that is
+    taken for made though it never was."""
+    requests = (Request(0, 2), Request(0, generation))
+    unheard = Operation(Kind.SUBMIT, 1, 1, None, 0)
+    later = Operation(Kind.SUBMIT, 2, 2, 3, 1)
+    refused = Operation(Kind.ERROR, 0, 4, 5, 1, reason=reason)
+    assert check(OperationHistory(requests, (unheard, later, refused))).verdict is Verdict.VALID
+    never = replace(unheard, failed=True, returned=2)
+    assert check(OperationHistory(requests, (never, later, refused))).verdict is Verdict.INVALID
+
+
 def test_nothing_is_unknown() -> None:
     """Catches: a pass on a history in which nothing happened."""
     assert check(OperationHistory((), ())).verdict is Verdict.UNKNOWN

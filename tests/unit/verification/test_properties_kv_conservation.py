@@ -272,13 +272,28 @@ TOLD = {
     "owner": [2, 5, 3, 1, 3], "no-row": [5, -1, 3], "nobody-lives": [7, 8], "header-counts": [4_000_000_000, 10],
 }  # fmt: skip
 
+# What is shown beside it; nothing for the others.
+SHOWN: dict[str, dict[str, Any]] = {
+    "leaked": {"pages": {"9": []}}, "free-and-owned": {"pages": {"2": ["free", "request 5"]}},
+    "twice-free": {"pages": {"5": ["free", "free"]}},
+    "two-owners": {"pages": {"3": [], "7": ["request 5", "request 1"]}},
+    "reserved-owned": {"pages": {"1": ["reserved", "request 5"], "3": []}},
+    "page-twice-in-a-table": {"pages": [2, 2]}, "cached-and-free": {"pages": {"5": ["free", "cached"]}},
+    "cached-and-lost": {"pages": {"5": []}}, "shared-uncached": {"pages": {"2": ["request 5", "request 1"]}},
+    "other-tokens": {"own": [4, 5, 6, 7], "page": [4, 5, 6, 60]}, "hit-behind-own": {"pages": [8, 2, 9]},
+    "bucket-loop": {"page": 5}, "lru-missing": {"pages": [4]}, "lru-loop": {"pages": []}, "lru-held": {"pages": [2]},
+    "lru-backwards": {"pages": [5, 6, 4]},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_snapshots_are_invalid(name: str) -> None:
-    """Catches: a clause that cannot fail, an exception where memory holds garbage, and a count told wrong."""
+    """Catches: a clause that cannot fail, an exception where memory holds garbage, a count told wrong, and a witness
+    that is lost or of other pages."""
     clause, build = BAD[name]
     result = kv.check_snapshot(build())
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
+    assert result.witness == SHOWN.get(name, {})
     assert name not in TOLD or [int(n) for n in re.findall(r"-?\d+", result.message)] == TOLD[name], result
 
 
@@ -449,7 +464,8 @@ def test_life_of_a_cached_page() -> None:
         ("evict", [EVICT2]),  # not the least recently used; page 3 follows it
         ("evict", [SHARE2, EVICT2]),
         ("evict", [SHARE2, SHARE3, EVICT3]),
-        ("log", [SHARE3]),  # not behind page 2
+        ("log", [SHARE3]),  # beyond the end of the table
+        ("log", [(*SHARE3[:2], 0, 1)]),  # not behind page 2
         ("log", [(*SHARE2[:2], 0, 2)]),  # counts two holders
         ("log", [SHARE2, (*SHARE2[:2], 1, 2)]),
         ("log", [SHARE2, SHARE3, UNSHARE2]),  # page 3 follows it in the table

@@ -16,7 +16,7 @@ from hil_rigs.engine_memory import StateSnapshot
 from verification.history import History, Submitted
 from verification.program import Program, RequestSpec
 from verification.properties.service_order import PROPERTY, check_contested, check_service
-from verification.result import CheckResult, Verdict
+from verification.result import CheckResult, Measurement, Verdict
 
 pytestmark = pytest.mark.usefixtures("well_formed")
 CONFIG = EngineConfig(
@@ -257,6 +257,20 @@ def test_leases() -> None:
     assert verdict([*taken, clock(6000), *both], h) == "lease"
     never = replace(CONFIG, lease_us=0)
     assert verdict([*taken, clock(60000), *both, lapse], h, config=never) == "lease"
+
+
+def test_each_figure_has_its_value_unit_limit_and_number() -> None:
+    """Catches: a figure of the report that is wrong, in another unit, under no limit or another, or of other rows."""
+    a, b = history(0, 4, 4), history(1, 6)
+    entries = [accept(0), accept(0, 1), accept(1), admit(0), admit(1), admit(0, 1)]
+    result = check(entries, a, b)
+    assert result.verdict is Verdict.VALID
+    assert result.measurements == {
+        "admissions": Measurement(3, "requests"),
+        "contested_admissions": Measurement(1, "requests"),  # both rings waited and each had been charged
+        "charge_spread": Measurement(6, "tokens", CONFIG.quantum + 2 * 6, 1),  # from 4 ahead to 2 behind
+        "overtaken": Measurement(6, "tokens"),
+    }
 
 
 def test_nothing_to_judge_is_unknown() -> None:

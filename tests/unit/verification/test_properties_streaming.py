@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from verification.properties.streaming import Answer, Stream, check, check_stop, first_stop
+from verification.properties.streaming import PROPERTY, Answer, Stream, check, check_stop, first_stop
 from verification.result import Verdict
 
 WHOLE = Answer("a lamp 漢", "length", 4, 3)
@@ -15,7 +15,8 @@ GOOD = Stream(("", "a la", "mp 漢", ""), (None, None, None, "length"), (4, 3), 
 
 def test_good_pairs_pass() -> None:
     """Catches: a checker that rejects a whole, honest stream."""
-    assert check(WHOLE, GOOD).ok()
+    good = check(WHOLE, GOOD)
+    assert (good.verdict, good.property, good.clause) == (Verdict.VALID, PROPERTY, "text")
     assert check(WHOLE, replace(GOOD, roles=None)).ok()
     assert check(replace(WHOLE, text="\ufffd"), replace(GOOD, deltas=("", "\ufffd", "", ""))).ok()
 
