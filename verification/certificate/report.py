@@ -26,7 +26,7 @@ from verification.failures import known_issues
 from verification.situations.registry import SITUATIONS, reachable
 from verification.thresholds import ThresholdError, parse_thresholds
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 REQUIRED_SET, SELECTION, SHARD = "required-set", "selection", "shard"  # what decides the verdict
 
 
@@ -332,20 +332,42 @@ def missed(situations: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _faults(records: Sequence[TestRecord], required: RequiredSet, profile: Profile | None) -> dict[str, Any]:
-    planted = []
+    """Faults planted by each test, and `pooled`: those that several tests with the same name planted, which differ in
+    parameters only, such as shares of one sample: one rate of all of them."""
+    planted: list[dict[str, Any]] = []
+    pools: dict[tuple[str | None, str, str], list[dict[str, Any]]] = {}
     for record in records:
         for fault in record.planted_faults:
-            interval = rate_interval(fault["caught"], fault["planted"])
-            planted.append(
-                {**fault, "test": record.id, "property": record.property, "kill_rate_interval": list(interval or ())}
-            )
+            one = _with_interval(fault | {"test": record.id, "property": record.property})
+            planted.append(one)
+            if not record.id.startswith(PREFIX):  # a replay is a case that was counted
+                pools.setdefault((record.property, record.id.partition("[")[0], fault["name"]), []).append(one)
+    pooled = [
+        _with_interval(
+            {
+                "name": name,
+                "test": f"{base}[*]",
+                "property": of,
+                "caught": sum(one["caught"] for one in ones),
+                "planted": sum(one["planted"] for one in ones),
+                "tests": len(ones),
+            }
+        )
+        for (of, base, name), ones in pools.items()
+        if len(ones) > 1
+    ]
     ran = {r.property for r in records} if profile is None else set(profile.properties)
     texts = {name: text for name, text in required.properties.items() if name in ran}
     return {
         "planted": planted,
+        "pooled": pooled,
         "would_detect": {name: list(text.would_detect) for name, text in texts.items()},
         "would_not_detect": {name: list(text.would_not_detect) for name, text in texts.items()},
     }
+
+
+def _with_interval(fault: dict[str, Any]) -> dict[str, Any]:
+    return fault | {"kill_rate_interval": list(rate_interval(fault["caught"], fault["planted"]) or ())}
 
 
 def _known_issues(run: RunDescription, rig: str, records: Sequence[TestRecord]) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ NIGHTLY = (
 NIGHTLY_SEEDS = 3
 PAIR_SECONDS = 1800.0  # for two checkers of a class: most have them after one mutant or two
 PART = 6  # mutants of one test: a whole class would not fit into the time of one, nor into a shard
+SHARES = 6  # tests among which the sample of automatic mutants is dealt out, for the same reason
 
 
 @pytest.fixture
@@ -146,19 +147,30 @@ def test_two_checkers(built: weave.Woven, cls: str, record: Recorder, seed: int)
     record.check(CheckResult(word, PROPERTY, "two-checkers", f"class {cls}: {told}"))
 
 
-@pytest.mark.timeout(3000)  # the deadline of a shard is an hour
 @pytest.mark.blink_profile("full")
+@pytest.mark.parametrize("share", range(1, SHARES + 1), ids=lambda share: f"{share}-of-{SHARES}")
 def test_automatic(
-    built: weave.Woven, evidence: Path | None, record: Recorder, thresholds: Thresholds, seed: int
+    built: weave.Woven,
+    share: int,
+    evidence: Path | None,
+    record: Recorder,
+    thresholds: Thresholds,
+    blink_run: RunContext,
 ) -> None:
-    """A random sample of all mutants that the operators make of the scheduler's headers: the score of the cheap
-    checkers, with its 95 % interval.
+    """A random sample of all mutants that the operators make of the scheduler's headers, each share of it every n-th:
+    the score of the cheap checkers, with its 95 % interval. The report has one of all shares beside it.
 
     Catches: checkers that notice the named faults because those were chosen, and not others.
     """
     limits = thresholds.mutants
-    arguments = matrix.equivalents()
-    score = automatic.run(limits.sample, seed, equivalent=arguments, argued=False, say=partial(print, flush=True))
+    score = automatic.run(
+        limits.sample,
+        blink_run.derive_seed(PROPERTY, "automatic"),  # one draw for all shares
+        shard=(share, SHARES),
+        equivalent=matrix.equivalents(),
+        argued=False,
+        say=partial(print, flush=True),
+    )
     _keep(evidence, "automatic-mutants.json", score.to_json())
     low, high = score.interval
     n = len(score.counted)
@@ -170,6 +182,8 @@ def test_automatic(
         "automatic_mutants_high": Measurement(high, n=n),
         "automatic_mutants_survived": Measurement(score.words["survived"], n=n),
     }
+    if n:
+        record.planted_fault("automatic mutants", caught=score.words["killed"], planted=n)
     enough = score.words["killed"] >= limits.least_killed * n and not score.refuted
     word = Verdict.VALID if enough else Verdict.INVALID
     record.cases(n)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.certificate.conftest import passed_records
 from verification.certificate import provenance, report
+from verification.certificate.corpus import PREFIX
 from verification.certificate.html import render
 from verification.certificate.outcomes import Outcome
 from verification.certificate.records import TestRecord
@@ -174,6 +175,30 @@ def test_counts_situations_faults_and_what_was_not_run(make_report: MakeReport, 
     (fault,) = built["faults"]["planted"]
     assert fault["kill_rate_interval"][0] == pytest.approx(0.8316, abs=1e-3)
     assert fault["kill_rate_interval"][1] == 1.0
+
+
+def test_shares_of_one_sample_have_one_rate(make_report: MakeReport, records: list[TestRecord]) -> None:
+    """Catches: a sample that is dealt out among tests, and shards, and whose one rate with its interval is nowhere; a
+    rate of faults that have nothing to do with each other; a replay that counts twice."""
+
+    def of(test: str, caught: int, planted: int, name: str = "automatic mutants") -> TestRecord:
+        fault = {"name": name, "caught": caught, "planted": planted}
+        return TestRecord(test, "n", "mutants", Outcome.PASSED, planted_faults=[fault])
+
+    shares = [of(f"mutants/automatic[{i}-of-3]", caught, 50) for i, caught in ((1, 45), (2, 50), (3, 40))]
+    others = [of("mutants/sample", 3, 3), of("mutants/automatic[9]", 1, 1, "another")]
+    replay = of(f"{PREFIX}1/mutants/automatic[1-of-3]", 0, 50)
+    built = make_report([*records, *shares, *others, replay])
+    (pooled,) = built["faults"]["pooled"]
+    assert pooled["kill_rate_interval"] == pytest.approx(rate_interval(135, 150))
+    assert {name: pooled[name] for name in pooled if name != "kill_rate_interval"} == {
+        "name": "automatic mutants", "test": "mutants/automatic[*]", "property": "mutants", "caught": 135,
+        "planted": 150, "tests": 3,
+    }  # fmt: skip
+    assert len(built["faults"]["planted"]) == 6
+    html = render(built, [])
+    assert "automatic mutants, all 3 tests" in html
+    assert "135 of 150" in html
 
 
 def test_bounds_are_clopper_pearson() -> None:

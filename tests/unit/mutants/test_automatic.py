@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +17,9 @@ from verification.mutants.model import PRODUCT
 from verification.mutants.operators import Site, sites
 from verification.mutants.weave import Woven
 from verification.mutants.worker import CRASH, FOUND, NOTHING, TIMEOUT, Job, Outcome
+from verification.result import Verdict
+from verification.suite import test_mutants
+from verification.thresholds import default_thresholds
 
 TEXT = "BLINK_FN void f(uint32_t n) {\n  static_assert(sizeof(A) == 4);\n  use(n + 1);\n}\n"
 
@@ -80,6 +85,35 @@ def test_word_of_a_mutant(told: dict[str, str], word: str, killer: str) -> None:
     asked.clear()
     automatic._judge(session, mutant("auto-1", "blink_core/device/steady.hpp"), 1, [1, 2, 3])
     assert not set(asked) & set(CHECKERS), "a group of one never comes there"
+
+
+def test_shares_deal_out_one_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches: shares that draw a sample each, or of which two run the same part and nobody another; one that fails no
+    one though it lets most pass; a share whose rate is not handed on."""
+    asked: list[tuple[int, int, tuple[int, int]]] = []
+    record: Any = Mock()
+    run: Any = SimpleNamespace(derive_seed=lambda *names: hash(names))
+
+    def ran(killed: int) -> Callable[..., Score]:
+        def made(count: int, seed: int, *, shard: tuple[int, int], **rest: Any) -> Score:
+            asked.append((count, seed, shard))
+            return Score(
+                [Result(mutant(f"auto-{i}"), "killed" if i < killed else "survived") for i in range(10)], 10, 0
+            )
+
+        return made
+
+    monkeypatch.setattr(automatic, "run", ran(9))
+    (shares,) = (mark.args[1] for mark in test_mutants.test_automatic.pytestmark if mark.name == "parametrize")
+    for share in shares:
+        test_mutants.test_automatic(Mock(), share, tmp_path, record, default_thresholds(), run)
+    assert [shard for _, _, shard in asked] == [(i, len(shares)) for i in range(1, len(shares) + 1)]
+    assert len({(count, seed) for count, seed, _ in asked}) == 1
+    record.planted_fault.assert_called_with("automatic mutants", caught=9, planted=10)
+    assert record.check.call_args.args[0].verdict is Verdict.VALID
+    monkeypatch.setattr(automatic, "run", ran(5))
+    test_mutants.test_automatic(Mock(), 1, tmp_path, record, default_thresholds(), run)
+    assert record.check.call_args.args[0].verdict is Verdict.INVALID
 
 
 def test_argument_that_a_kill_refutes_is_told() -> None:
