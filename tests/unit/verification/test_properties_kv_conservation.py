@@ -241,6 +241,9 @@ BAD: dict[str, tuple[str, Callable[[], StateSnapshot]]] = {
     "lru-held": ("lru", lambda: snapshot({BUSY: [2, 3]}, cached={2: 0}, lru=(2,))),
     "lru-backwards": ("lru", lambda: _set(tree(), "pages", 4, lru_prev=5)),
     "lru-count": ("lru", lambda: _set(tree(), "header", None, idle_cached=2)),
+    "lru-next-beyond": ("cache", lambda: _set(tree(), "pages", 5, lru_next=1000)),
+    "lru-prev-beyond": ("cache", lambda: _set(tree(), "pages", 5, lru_prev=1000)),
+    "lru-tail-beyond": ("cache", lambda: _set(tree(), "header", None, lru_tail=99)),
     "lru-parent-first": ("lru", lambda: snapshot(cached={2: 0, 3: 2}, lru=(2, 3), in_flight=0)),
     "lru-beyond": ("cache", lambda: _set(tree(), "header", None, lru_head=99)),
     "nobody-lives-cached": ("release", lambda: held_by_the_dead()),
@@ -272,6 +275,11 @@ TOLD = {
     "owner": [2, 5, 3, 1, 3], "no-row": [5, -1, 3], "nobody-lives": [7, 8], "header-counts": [4_000_000_000, 10],
 }  # fmt: skip
 
+# The link that is said to lead out of the pool.
+BEYOND = {
+    "bucket-beyond": "bucket_next holds", "lru-beyond": "lru_head holds", "lru-tail-beyond": "lru_tail holds",
+    "lru-next-beyond": "lru_next holds", "lru-prev-beyond": "lru_prev holds",
+}  # fmt: skip
 # What is shown beside it; nothing for the others.
 SHOWN: dict[str, dict[str, Any]] = {
     "leaked": {"pages": {"9": []}}, "free-and-owned": {"pages": {"2": ["free", "request 5"]}},
@@ -294,6 +302,7 @@ def test_bad_snapshots_are_invalid(name: str) -> None:
     result = kv.check_snapshot(build())
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID), result
     assert result.witness == SHOWN.get(name, {})
+    assert BEYOND.get(name, "") in result.message
     assert name not in TOLD or [int(n) for n in re.findall(r"-?\d+", result.message)] == TOLD[name], result
 
 

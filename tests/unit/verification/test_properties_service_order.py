@@ -161,7 +161,10 @@ def test_rings_share_by_tokens() -> None:
     taken = [accept(ring, slot) for slot in range(8) for ring in (0, 1)]
     fair = check([*taken, *alternate(0, 1, 8)], a, b)
     assert fair.ok()
-    assert check_contested([fair], 10).ok()
+    enough = check_contested([fair], 10)
+    counted = fair.measurements["contested_admissions"].value
+    assert enough.ok()
+    assert enough.measurements == {"contested_admissions": Measurement(counted, "requests", 10, limit_is="min")}
     assert check_contested([fair], 1000).verdict is Verdict.UNKNOWN
     greedy = [*taken, *[admit(0, slot) for slot in range(8)]]
     assert verdict(greedy, a, b) == "fairness"
