@@ -130,11 +130,12 @@ class Subject:
         *,
         every: int = 0,
         observe: Callable[[], None] = lambda: None,
-        deadline_s: float = 120.0,
+        deadline_s: float | None = None,
         together: bool = False,
     ) -> History:
         """Runs a program. An engine that dies, wedges or breaks the protocol is a finding and stands in the history.
 
+        deadline_s: seconds for the program; None: as many as its tokens may take (`drivers.ring.deadline_of`).
         together: the engine is held at a boundary while the first requests are submitted, and sees all of them at once.
         """
         program = self.replayed or program

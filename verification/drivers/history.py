@@ -33,9 +33,9 @@ class HistoryRunner:
         on: Subject | None = None,
         every: int = 0,
         observe: Callable[[], None] = lambda: None,
-        deadline_s: float = 120.0,
+        deadline_s: float | None = None,
     ) -> History:
-        """Runs a program, or one request, to its end or to the deadline.
+        """Runs a program, or one request, to its end or to the deadline, by default that of `drivers.ring.deadline_of`.
 
         on: the engine, by default the one under test. every, observe: call `observe` after each `every` events.
         """

@@ -18,6 +18,15 @@ from verification.masks import allowed_ids, mask_words
 from verification.program import Program
 
 TERMINAL = (EventKind.FINISH, EventKind.ERROR)
+# Seconds for a program: so many, and so many for each of its tokens, but no more than leaves a test of profile smoke
+# time to say which request was not served. A token of a real model costs some 0.05 s on an idle machine of two cores.
+LEAST_S, TOKEN_S, MOST_S = 120.0, 0.5, 480.0
+
+
+def deadline_of(program: Program) -> float:
+    """Seconds within which a program must be through: a wedged engine is told from one on a busy machine."""
+    tokens = sum(len(r.prompt) + r.params.max_tokens for r in program.requests)
+    return min(LEAST_S + TOKEN_S * tokens, MOST_S)
 
 
 def run_program(
@@ -25,7 +34,7 @@ def run_program(
     program: Program,
     *,
     ring: int = 1,
-    deadline_s: float = 120.0,
+    deadline_s: float | None = None,
     every: int = 0,
     observe: Callable[[], None] = lambda: None,
     died: Callable[[], str | None] = lambda: None,
@@ -33,14 +42,17 @@ def run_program(
 ) -> History:
     """Submits, cancels and polls until every request is terminal, `deadline_s` is over or the engine is gone.
 
+    deadline_s: None: that of `deadline_of`.
+
     `observe` is called after each `every` events (0: never), for checks at step boundaries of the running engine.
     `died` says how the engine has died, None while it lives. `first` is entered for the submissions before the first
     poll; a hold of the engine there lets it see all of them at once, whatever its pace. A broken ring protocol and an
     engine out of reach are findings: they end the run and stand in the history.
     """
     history = History(program, ring)
+    seconds = deadline_of(program) if deadline_s is None else deadline_s
     try:
-        _Run(client, history, every, observe, died).run(first, time.monotonic() + deadline_s)
+        _Run(client, history, every, observe, died).run(first, time.monotonic() + seconds)
     except ProtocolError as e:
         history.broken = str(e)
     except (TransportError, EngineUnreachable) as e:

@@ -18,13 +18,14 @@ def serve(
     every: int = 0,
     observe: Callable[[], None] = lambda: None,
     together: bool = False,
+    deadline_s: float | None = None,
 ) -> History:
     """Runs a program and enforces delivery and terminal events, by the oracle's ids and the rig's options.
 
-    together: as `Subject.run` says.
+    together, deadline_s: as `Subject.run` says.
     """
     judge.case(program)
-    history = subject.run(program, every=every, observe=observe, together=together)
+    history = subject.run(program, every=every, observe=observe, together=together, deadline_s=deadline_s)
     eos_ids = subject.eos_ids
     judge(queue_ordering.check_history(history, eos_ids=eos_ids, max_len=subject.max_len), history)
     judge(queue_ordering.check_limits(subject.rig.descriptor.config, eos_ids, subject.max_len))

@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,12 +26,15 @@ from hil_rigs.engine_memory import EngineUnreachable
 from hil_rigs.local import LocalOptions, LocalRig
 from verification.certificate.outcomes import PropertyViolation
 from verification.certificate.recorder import Recorder
+from verification.certificate.required import load
+from verification.drivers import ring
 from verification.drivers.ring import run_program
 from verification.fixtures import EngineLost, Judge, Subject
 from verification.history import History
 from verification.program import Program, RequestSpec, Shape, draw_program
 from verification.properties.queue_ordering import check_delivery
 from verification.result import CheckResult, Verdict
+from verification.suite.running import serve
 from verification.thresholds import default_thresholds
 
 # ---- a scripted ring: what a real one does only when it breaks
@@ -104,6 +108,42 @@ def test_broken_ring_is_a_finding(client: Scripted, clause: str) -> None:
     """Catches: a broken protocol or a lost transport that leaves the driver as an exception, also in the last look."""
     result = check_delivery(drive(client))
     assert (result.clause, result.verdict) == (clause, Verdict.INVALID)
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 120.0 + 0.5 * 4), (7.0, 7.0)])
+def test_silent_engine_is_waited_for_until_the_deadline(
+    asked: float | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a program whose run never ends; a deadline that is not handed on from suite to subject to driver."""
+    now = [1000.0]
+
+    class Silent(Scripted):
+        def poll(self, timeout: float) -> Array:
+            now[0] += 1.0
+            assert now[0] < 2000.0, "it waits for ever"
+            return events()
+
+    monkeypatch.setattr(ring.time, "monotonic", lambda: now[0])
+    client: Any = Silent()
+    rig: Any = SimpleNamespace(wait=lambda timeout: None, descriptor=SimpleNamespace(capture=""), ring=lambda i: client)
+    subject = Subject("silent", rig, client, Shape(vocab=64, page_size=4, longest=32), default_thresholds(), 32)
+    monkeypatch.setattr(subject, "reattach", lambda: None)
+    monkeypatch.setattr(Subject, "eos_ids", (1,))
+    monkeypatch.setattr(Subject, "max_len", 32)
+    judge = Judge(Recorder(), lambda: None)
+    with pytest.raises(PropertyViolation, match="bounded-wait"):
+        serve(subject, ONE, judge, deadline_s=asked)
+    assert seconds < now[0] - 1000.0 <= seconds + 2.0
+
+
+def test_deadline_grows_with_the_work() -> None:
+    """Catches: a busy machine that is called a product failure, by a long program under the deadline of a short one; a
+    wedged engine that costs a whole test its time, which then cannot say what was wrong."""
+    assert ring.deadline_of(ONE) == 122.0
+    eight = Program((RequestSpec((1,) * 16, SamplingParams(32)),) * 8)
+    assert ring.deadline_of(eight) == 120.0 + 0.5 * 8 * 48
+    most = min(load("local").profile(name).test_timeout_s for name in ("smoke", "nightly", "full"))
+    assert ring.deadline_of(LONG) < most
 
 
 def test_lost_boundary_and_dead_process_are_findings() -> None:
