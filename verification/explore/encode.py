@@ -60,8 +60,11 @@ def encode(scope: Scope) -> bytes:
         attaches = sum(isinstance(op, Attach) for op in program)
         if scope.unordered and attaches > 1:
             raise ValueError(f"scope {scope.name}: unordered words and {attaches} attaches of ring {ring}; at most 1")
-        if scope.unordered and any(isinstance(op, Attach) and op.beside for op in program):
+        attaching = [op for op in program if isinstance(op, Attach)]
+        if scope.unordered and any(op.beside for op in attaching):
             raise ValueError(f"scope {scope.name}: unordered words and an attach beside a living front end")
+        if any(op.during for op in attaching[:1]) or any(op.during and op.beside for op in attaching):
+            raise ValueError(f"scope {scope.name}: an attach of ring {ring} during none, or beside one as well")
     words = array("q", [int(scope.outcomes), int(scope.unordered), int(scope.consume_all), scope.tick_us, scope.ticks])
     words.extend([sum(1 << r for r in scope.may_die), int(scope.host), int(scope.plant), len(scope.requests)])
     generation, after = _generations(scope)
@@ -83,7 +86,7 @@ def encode(scope: Scope) -> bytes:
         words.append(len(program))
         for op in program:
             if isinstance(op, Attach):
-                words.extend([_ATTACH, op.epoch, int(op.beside)])
+                words.extend([_ATTACH, op.epoch, 2 if op.during else int(op.beside)])
             else:
                 words.extend([_SUBMIT if isinstance(op, Submit) else _CANCEL, op.request, int(op.optional)])
     return words.tobytes()

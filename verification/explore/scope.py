@@ -48,6 +48,7 @@ class Plant(IntEnum):
     DEAF = 10
     NEVER_STOPS = 11
     ATTACH_ONCE = 12
+    NO_LOOK = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,13 @@ class Attach:
 
     beside: the successor may also come while the front end lives, which goes on with the operations before this one
     until it finds another epoch than its own.
+    during: it may also begin while the attach before it is under way; both go on, word by word, until one finds that
+    the last fence is not its own. The other then has the ring, and nobody comes after it.
     """
 
     epoch: int
     beside: bool = False
+    during: bool = False
 
 
 Operation = Submit | Cancel | Attach

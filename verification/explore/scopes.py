@@ -163,6 +163,24 @@ SUPERSEDED = Scope(
     ),
 )
 
+RIVALS = Scope(
+    name="superseded-during-attach",
+    about="The front end dies at any word; while its successor attaches another one does, word by word beside it.",
+    config={"pages": 5, "cq_entries": 8},
+    requests=(Request(3, 2), Request(2, 2), Request(1, 3)),
+    programs=((Submit(0), Attach(2), Submit(1), Cancel(1), Attach(3, during=True), Submit(2)),),
+    claims=(
+        "two attaches at once",
+        "earlier attach has the last fence",
+        "entry written beside an attach",
+        "page reuse",
+        "quarantine",
+        "cancel in step",
+        "length reached",
+        *_EPOCH,
+    ),
+)
+
 EPOCH_BESIDE = Scope(
     name="epoch-change-beside-another-ring",
     about="One ring's front end dies at any word, twice, while the other's request goes on.",
@@ -246,6 +264,7 @@ SCOPES: tuple[Scope, ...] = (
     DRAIN,
     DRAIN_THEN_STOP,
     SUPERSEDED,
+    RIVALS,
     EPOCH_BESIDE,
     LEASE_TWO_RINGS,
     TWO_RINGS_CANCELS,

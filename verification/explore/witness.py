@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from blink_core.abi.enums import EngineState, ErrorReason, EventKind, FinishReason, RequestState
-from verification.explore.scope import Cancel, Outcome, Scope, Submit
+from verification.explore.scope import Attach, Cancel, Outcome, Scope, Submit
 
 if TYPE_CHECKING:
     from verification.explore.run import Search
 
 POLL, BOUNDARY, TICK, HOST, CRASH, DELIVER, SKIP, CONSUME, CREDIT, RENEW, SUPERSEDE = range(11)
 ELDER = 1 << 15  # of a detail: the move is that of a front end beside which its successor attaches
+RIVAL = 1 << 14  # ... and which attaches itself
 _PARTS = ("payload", "descriptor, first line", "descriptor, rest", "entry")
 
 
@@ -64,17 +65,19 @@ def _action(scope: Scope, action: int, ring: int, detail: int, before: list[int]
         return f"host asks to {'stop' if detail else 'drain'}"
     if action == CRASH:
         return f"{front} dies"
+    if action == SUPERSEDE and isinstance(scope.programs[ring][before[ring]], Attach):
+        return f"another attach begins beside {front}'s"
     if action == SUPERSEDE:
         return f"{front} gets a successor and lives on"
     if detail & ELDER:
-        front = f"superseded {front}"
+        front = f"{'earlier' if detail & RIVAL else 'superseded'} {front}"
     if action == CONSUME:
         return f"{front} reads {'events' if scope.consume_all else 'an event'}"
     if action == CREDIT:
         return f"{front}'s head is delivered"
     if action == RENEW:
         return f"{front}'s lease is renewed"
-    number = detail & ~ELDER if detail & ELDER else before[ring]
+    number = detail & ~(ELDER | RIVAL) if detail & ELDER else before[ring]
     op = scope.programs[ring][number]
     if action == SKIP:
         return f"{front} does without operation {number}"

@@ -176,13 +176,20 @@ class Canonical {
     put_all(f.epoch, f.executed, f.sq_tail, f.op, f.part, f.dead, f.crashed);
     const FrontEnd& e = w_.now.env->elders[r];
     put(e.lives);
-    if (e.lives) {  // reads and writes as the front end that the ring follows
+    if (e.lives) {  // reads and writes as the front end that the ring follows, or attaches too
       put_all(e.executed, e.sq_tail, e.op);
-      unread(s, m, e);
+      if (rivals(r)) put_all(e.epoch, e.crashed, e.part);
+      if (e.epoch == s.epoch && !e.crashed) unread(s, m, e);
+    }
+    if (rivals(r)) {  // whose words may stand when indices start over
+      put(f.alone);
+      put_long(m.front_end->cq_head);
+      put_long(e.lives && !e.crashed ? e.consumed : 0);  // one that attaches has read nothing
+      put_long(f.crashed ? 0 : f.consumed);
     }
     if (has_attach(f, true)) {
       // A head that is written behind the successor's clearing stands when indices start over: here they are absolute.
-      put_long(e.lives ? e.consumed : f.crashed ? 0 : f.consumed);
+      put_long(e.lives && !e.crashed ? e.consumed : f.crashed ? 0 : f.consumed);
       put_long((f.crashed ? f.part > k.sq_entries : f.epoch != s.epoch) ? m.front_end->cq_head : 0);
     }
     if (w_.scope().unordered) put_all(f.crash_op, f.crash_part);
@@ -205,10 +212,16 @@ class Canonical {
 
   // Entries behind the scheduler's index are never read again, unless a new epoch starts it over.
   uint64_t entry(const RingMemory& m, const RingState& s, const FrontEnd& f, uint32_t i) const {
-    if (has_attach(f, false)) return m.sq[i];
+    if (rivals(uint32_t(&f - w_.now.env->front_ends)) || has_attach(f, false)) return m.sq[i];
     const uint32_t n = w_.config().sq_entries;
     const uint64_t index = s.sq_next + ((i - s.sq_next) & (n - 1));
     return (m.sq[i] & ((1u << SEQ_BITS) - 1)) == sequence_number(index) ? m.sq[i] : 0;
+  }
+  bool rivals(uint32_t r) const {
+    for (const Op& op : w_.scope().programs[r]) {
+      if (op.kind == OpKind::ATTACH && op.during) return true;
+    }
+    return false;
   }
   bool has_attach(const FrontEnd& f, bool beside) const {
     const std::vector<Op>& ops = w_.scope().programs[&f - w_.now.env->front_ends];

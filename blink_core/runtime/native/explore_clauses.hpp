@@ -75,8 +75,8 @@ class Clauses : public Recount {
       const uint64_t full = rs.cq_tail - rs.cq_head + rs.planned + rs.live;
       expect(full <= config().cq_entries, "P3", "credits exceeded: ring, events with those reserved", r, full);
       const FrontEnd &f = env().front_ends[r], &e = env().elders[r];
-      const FrontEnd& reader = e.lives ? e : f;
-      if (reader.epoch == rs.epoch && !f.dead && (e.lives || !f.crashed)) {
+      const FrontEnd& reader = e.lives && !e.crashed ? e : f;
+      if (reader.epoch == rs.epoch && !f.dead && !reader.crashed) {
         expect(rs.cq_tail - reader.consumed <= config().cq_entries, "R4", "an unread event is overwritten: ring", r);
       }
       if (now().ring(r).gpu->cq_tail != was().ring(r).gpu->cq_tail) {
@@ -430,6 +430,8 @@ class Clauses : public Recount {
     const FrontEnd& elder = env().elders[r];
     if ((f.dead || f.crashed) && !elder.lives && x.live > 0 && !w_.fenced(r)) saw(S_FRONT_END_DIED);
     if (elder.lives && f.part > 0 && x.live > 0) saw(S_TWO_FRONT_ENDS);
+    if (elder.lives && elder.crashed && f.crashed && x.live > 0) saw(S_TWO_ATTACHES);
+    if (f.alone && !f.crashed && x.live > 0 && !w_.fenced(r)) saw(S_EARLIER_ATTACH_LAST);
     if (elder.lives && elder.wrote) saw(S_ELDER_WROTE);
     if (x.cq_tail > config().cq_entries) saw(S_CQ_WRAP);
     if (x.sq_next > config().sq_entries) saw(S_SQ_WRAP);

@@ -15,12 +15,14 @@ namespace blink::explore {
 inline constexpr uint32_t TARGET_BITS = 27, MAX_STATES = (1u << TARGET_BITS) - 1;
 
 // Kinds of fair steps, each with its own fairness; the last is of steps that nobody owes.
-enum FairClass : uint32_t { F_POLL, F_BOUNDARY, F_TICK, F_RING, F_UNFAIR = 31 };
+enum FairClass : uint32_t { F_POLL, F_BOUNDARY, F_TICK, F_RING, F_RIVAL = F_RING + 4 * MAX_RINGS, F_UNFAIR = 31 };
+static_assert(F_RIVAL + MAX_RINGS <= F_UNFAIR);
 inline uint32_t fair_class(Label label, bool endless_clock) {
   const uint32_t r = explore::ring_of(label);
   // A successor waits for nothing that its predecessor does.
   const Action action = action_of(label);
   const bool front_end_moves = action == DELIVER || action == SKIP || action == CONSUME || action == CREDIT;
+  if (front_end_moves && (detail_of(label) & RIVAL) != 0) return F_RIVAL + r;  // what has cleared words goes on to its fence
   if (front_end_moves && (detail_of(label) & ELDER) != 0) return F_UNFAIR;
   switch (action) {
     case POLL: return F_POLL;

@@ -35,13 +35,15 @@ enum Plant : uint32_t {
   PLANT_DEAF,            // cancels are taken and nobody ends
   PLANT_NEVER_STOPS,     // an engine that drains or is drained does not look for a stop
   PLANT_ATTACH_ONCE,     // a successor clears the ring and writes its epoch, without the word that shuts others out first
-  PLANT_LAST = PLANT_ATTACH_ONCE
+  PLANT_NO_LOOK,         // one that attaches does not look whether the last fence is its own
+  PLANT_LAST = PLANT_NO_LOOK
 };
 
 struct Op {
   OpKind kind;
   uint32_t arg;  // SUBMIT, CANCEL: request; ATTACH: epoch
   bool optional;  // ATTACH: its predecessor may live on
+  bool during;    // ATTACH: it may begin while the one before it is under way
 };
 
 struct ProgramRequest {
@@ -117,7 +119,8 @@ struct Scope {
     for (Op& op : ops) {
       op.kind = OpKind(below(4, "operation"));
       op.arg = uint32_t(below(1u << 16, "argument"));
-      op.optional = below(2, "optional") != 0;
+      const uint64_t how = below(3, "optional");
+      op.optional = how == 1, op.during = how == 2;
       if (op.kind == OpKind::ATTACH) {
         epoch = op.arg;
         continue;
@@ -156,6 +159,8 @@ struct FrontEnd {
   uint8_t crash_op, crash_part;  // where its predecessor stood
   uint8_t lives;      // of a predecessor: it goes on beside its successor, until it finds the successor's epoch
   uint8_t wrote;      // ... and it has written an entry since the successor began
+  uint8_t alone;      // it shut out one that attached with it: nobody comes after it
+  uint8_t pad[7];
 };
 
 // What was seen of one request of the program.
@@ -198,7 +203,7 @@ enum Situation : uint32_t {
   S_END_OF_SEQUENCE, S_LENGTH, S_NAN, S_STEP_FAILED, S_CHUNKED_PREFILL, S_MIXED_STEP, S_RINGS_IN_STEP, S_RESUMED,
   S_DRAINED, S_STOPPED, S_CQ_WRAP, S_SQ_WRAP, S_ROWS_EXHAUSTED,
   S_PAUSED_GAVE_WAY, S_FRONT_END_DIED, S_CLASSES, S_STOPPED_DRAINING, S_STOPPED_DRAINED, S_TWO_FRONT_ENDS,
-  S_ELDER_WROTE, S_COUNT
+  S_ELDER_WROTE, S_TWO_ATTACHES, S_EARLIER_ATTACH_LAST, S_COUNT
 };
 inline constexpr const char* SITUATIONS[S_COUNT] = {
     "preemption", "pool exhausted", "page reuse", "quarantine", "cancel in step", "cancel while waiting",
@@ -209,6 +214,7 @@ inline constexpr const char* SITUATIONS[S_COUNT] = {
     "resumed after preemption", "drained", "stopped", "completion queue wraps", "submission queue wraps",
     "rows exhausted", "paused row gave way",
     "front end died at work", "urgent class overtook", "stopped while draining", "stopped after draining",
-    "two front ends at work", "entry written beside an attach"};
+    "two front ends at work", "entry written beside an attach", "two attaches at once",
+    "earlier attach has the last fence"};
 
 }  // namespace blink::explore

@@ -17,6 +17,7 @@ constexpr Action action_of(Label l) { return Action(l & 255); }
 constexpr uint32_t ring_of(Label l) { return l >> 8 & 255; }
 constexpr uint32_t detail_of(Label l) { return l >> 16; }
 inline constexpr uint32_t ELDER = 1u << 15;  // of a detail: the move is the predecessor's, its operation below
+inline constexpr uint32_t RIVAL = 1u << 14;  // ... which attaches itself: one of the words of that
 
 // Epoch word of a successor that clears the ring: nobody's epoch, so that whoever was there finds itself superseded.
 inline constexpr uint64_t FENCE = uint64_t(1) << 31;
@@ -178,14 +179,17 @@ class World {
     const bool at_end = f.op >= ops.size();
     const bool attaching = !at_end && ops[f.op].kind == OpKind::ATTACH;
     const bool acknowledged = now.c.ring(r).gpu->epoch_ack == f.epoch;
-    bool successor = false, beside = false;
+    bool successor = false, beside = false, during = false;
     for (size_t i = f.op + (f.crashed ? 1 : 0); i < ops.size(); ++i) {
       if (ops[i].kind != OpKind::ATTACH) continue;
-      if (!successor) beside = ops[i].optional;
+      if (!successor) beside = ops[i].optional, during = ops[i].during;
       successor = true;
     }
+    const FrontEnd& e = now.env->elders[r];
+    successor &= f.alone == 0 && !(e.lives && e.crashed);  // of rivals one has the ring in the end
     if (successor || (scope_.may_die >> r & 1) != 0) out.push_back(label_of(CRASH, r));
-    if (beside && !f.crashed && f.part == 0 && acknowledged) out.push_back(label_of(SUPERSEDE, r));
+    if (beside && successor && !f.crashed && f.part == 0 && acknowledged) out.push_back(label_of(SUPERSEDE, r));
+    if (during && successor && f.crashed && !e.lives) out.push_back(label_of(SUPERSEDE, r));
     if (now.env->elders[r].lives) elder_moves(r, out);
     if (!f.crashed && acknowledged) {
       if (f.consumed < now.c.ring(r).gpu->cq_tail) out.push_back(label_of(CONSUME, r));
@@ -221,6 +225,8 @@ class World {
   // A predecessor that lives: it has not found another epoch yet, for each of its operations looks first.
   void elder_moves(uint32_t r, std::vector<Label>& out) const {
     const FrontEnd& e = now.env->elders[r];
+    if (e.crashed) return out.push_back(label_of(DELIVER, r, ELDER | RIVAL | e.op));
+    if (now.c.ring(r).gpu->epoch_ack != e.epoch) return;
     if (e.consumed < now.c.ring(r).gpu->cq_tail) out.push_back(label_of(CONSUME, r, ELDER));
     if (now.c.ring(r).front_end->cq_head != e.consumed) out.push_back(label_of(CREDIT, r, ELDER));
     const Op& op = scope_.programs[r][e.op];
@@ -252,7 +258,7 @@ class World {
   void deliver(uint32_t r, FrontEnd& f, uint32_t part) {
     const Op& op = scope_.programs[r][f.op];
     const RingMemory m = now.c.ring(r);
-    if (op.kind == OpKind::ATTACH) return deliver_attach(f, m, now.env->elders[r], op.arg);
+    if (op.kind == OpKind::ATTACH) return deliver_attach(r, &f == &now.env->elders[r], op.arg);
     if (op.kind == OpKind::CANCEL) {
       publish(r, f, ::blink::Op::CANCEL, op.arg);
       return done(f);
@@ -278,30 +284,55 @@ class World {
   void deliver_elder(uint32_t r) {
     FrontEnd& e = now.env->elders[r];
     const uint8_t op = e.op;
+    if (e.crashed) return deliver(r, e, 0);  // a word of an attach
     for (uint32_t part = 0; part < 4 && e.op == op; ++part) deliver(r, e, part);
     if (front_end(r).part != 0) e.wrote = 1;
   }
 
   // Words of an attach, in the order of blink_core/frontend/ring_client.py: queue and head, so that nothing old is taken
-  // under the fence; the fence; queue and head again, for what a predecessor wrote meanwhile; lease, epoch.
-  void deliver_attach(FrontEnd& f, const RingMemory& m, FrontEnd& elder, uint32_t epoch) {
-    const uint32_t n = config_.sq_entries, cleared = n + 1, again = 2 * cleared + 1;
+  // under the fence; the fence; queue and head again, for what a predecessor wrote meanwhile; lease, epoch. Before the
+  // second clearing and before the epoch it looks for its fence, and gives up if that is not the last word.
+  //
+  // second: it is the elder of two that attach at once, or of one that attaches and one that is attached.
+  void deliver_attach(uint32_t r, bool second, uint32_t epoch) {
+    FrontEnd &f = (second ? now.env->elders : now.env->front_ends)[r];
+    FrontEnd &other = (second ? now.env->front_ends : now.env->elders)[r];
+    const RingMemory m = now.c.ring(r);
+    const bool rival = second || other.lives;
+    const uint32_t cleared = config_.sq_entries + 1, again = 2 * cleared + 1;
     if (scope_.plant == PLANT_ATTACH_ONCE && f.part == cleared) f.part = uint8_t(again);
+    const bool looks = (f.part == cleared + 1 || f.part == again + 1) && scope_.plant != PLANT_NO_LOOK;
+    if (looks && scope_.plant != PLANT_ATTACH_ONCE && m.front_end->epoch != (epoch | FENCE)) return leave(r, second);
     if (f.part < cleared || (f.part > cleared && f.part < again)) {
-      const uint32_t at = f.part % (cleared + 1);
-      store_release(at < n ? &m.sq[at] : &m.front_end->cq_head, 0), ++f.part;
+      clear_word(m, f.part++ % (cleared + 1));
     } else if (f.part == cleared) {
       store_release(&m.front_end->epoch, epoch | FENCE), ++f.part;
-      elder.lives = 0;
+      if (rival && !other.crashed) leave(r, !second);  // attached: each of its operations looks first
     } else if (f.part == again) {
       store_release(&m.front_end->lease, m.front_end->lease + 1), ++f.part;
     } else {
+      // What the other posted behind a look at its fence is there by now: one that is frozen in between is not modelled.
+      if (rival && other.crashed && other.part > cleared + 1 && other.part < again) {
+        while (other.part < again) clear_word(m, other.part++ % (cleared + 1));
+      }
       store_release(&m.front_end->epoch, epoch);
-      elder.lives = 0;
       f.epoch = epoch;
       f.consumed = f.sq_tail = f.crashed = 0;
       done(f);
+      const bool goes_on = other.crashed && (other.part <= cleared || scope_.plant == PLANT_NO_LOOK);
+      if (rival && !goes_on) leave(r, !second);  // its fence is not the last word
     }
+  }
+
+  void clear_word(const RingMemory& m, uint32_t at) const {
+    store_release(at < config_.sq_entries ? &m.sq[at] : &m.front_end->cq_head, 0);
+  }
+
+  // A front end finds itself shut out by another that attached with it: that one has the ring, and nobody follows it.
+  void leave(uint32_t r, bool elder) {
+    FrontEnd &f = now.env->front_ends[r], &e = now.env->elders[r];
+    if (!elder) f = e, f.alone = 1;
+    e = {};
   }
 
   static void done(FrontEnd& f) {
@@ -320,11 +351,12 @@ class World {
     (f.op < ops.size() ? f.crashed : f.dead) = 1;
   }
 
-  // A successor begins to attach beside a front end that lives and goes on.
+  // A successor begins to attach beside a front end that lives, or attaches itself, and goes on.
   void supersede(uint32_t r) {
     FrontEnd& f = front_end(r);
     now.env->elders[r] = f;
     now.env->elders[r].lives = 1;
+    if (f.crashed) ++f.op, f.part = 0;
     while (scope_.programs[r][f.op].kind != OpKind::ATTACH) ++f.op;
     f.crashed = 1;
   }

@@ -14,6 +14,7 @@ from verification.explore.scopes import (
     DRAIN,
     DRAIN_THEN_STOP,
     EPOCH,
+    RIVALS,
     SCOPES,
     STOP,
     SUPERSEDED,
@@ -52,10 +53,12 @@ PLANTED = (
     (TINY, Plant.DEAF, "R10"),
     (DRAIN_THEN_STOP, Plant.NEVER_STOPS, "L7"),
     (SUPERSEDED, Plant.ATTACH_ONCE, "L1"),
+    (RIVALS, Plant.NO_LOOK, "L1"),
 )
 FIRST_MOVE = {
     Plant.NEVER_STOPS: "host asks to drain",
     Plant.ATTACH_ONCE: "front end gets a successor and lives on",
+    Plant.NO_LOOK: "front end dies",
 }  # of the counterexample, where it is another than a submission's payload
 
 
@@ -221,6 +224,9 @@ def test_scopes_that_cannot_be() -> None:
     assert encode(replace(twice, programs=((Attach(2),),)))
     with pytest.raises(ValueError, match="unordered words and an attach beside a living front end"):
         encode(replace(twice, programs=((Attach(2, beside=True),),)))
+    for program in ((Attach(2, during=True),), (Attach(2), Attach(3, beside=True, during=True))):
+        with pytest.raises(ValueError, match="an attach of ring 0 during none, or beside one as well"):
+            encode(replace(twice, unordered=False, programs=(program,)))
     config, words = TINY.engine().pack().tobytes(), encode(TINY)
     with pytest.raises(IndexError, match="ends too early"):
         _native.Explorer(config, words[:-8])
@@ -247,11 +253,47 @@ def test_front_end_dies_while_it_attaches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "scope"), [(Plant.NEVER_STOPS, DRAIN_THEN_STOP), (Plant.ATTACH_ONCE, SUPERSEDED)], ids=lambda v: v.name
+    ("plant", "scopes"),
+    [
+        (Plant.NEVER_STOPS, [DRAIN_THEN_STOP]),
+        (Plant.ATTACH_ONCE, [SUPERSEDED, RIVALS]),
+        (Plant.NO_LOOK, [RIVALS]),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
 )
-def test_only_this_scope_finds_it(plant: Plant, scope: Scope) -> None:
+def test_only_these_scopes_find_it(plant: Plant, scopes: list[Scope]) -> None:
     """Catches: a scope that shows nothing which smaller ones, or those without its move, do not show as well."""
-    assert {s.name for s in of_profile("smoke") if explore(s.planted(plant)).clause} == {scope.name}
+    found = [s.name for s in of_profile("smoke") if explore(s.planted(plant)).clause]
+    assert found == [scope.name for scope in scopes]
+
+
+def test_two_attaches_are_told_apart() -> None:
+    """Catches: a counterexample in which nobody can see which of two that attach at once wrote a word, or when the
+    second began."""
+    text = "\n".join(decode(explore(RIVALS.planted(Plant.NO_LOOK))))
+    for words in (
+        "another attach begins beside front end's",
+        "NIC delivers a word of earlier front end's attach (2)",
+        "NIC delivers a word of front end's attach (3)",
+        "NIC delivers all of request 1",
+    ):
+        assert words in text
+    assert "superseded" not in text
+
+
+def test_words_of_two_attaches_meet_everywhere() -> None:
+    """Catches: two attaches of which one waits for the other; one that nobody can go on with once both have begun.
+
+    An attach has 13 words, of which the sixth is the fence. While nobody has written a fence the two can stand at any
+    two of 6 places, and while one has, the other at any of 6 and that one at any of 7: these have no order of fences
+    that could end one. So there are at least so many states more than where one follows the other.
+    """
+    one_by_one, at_once = (
+        explore(replace(TINY, requests=(), programs=((Attach(2), Attach(3, during=during)),), claims=()))
+        for during in (False, True)
+    )
+    assert at_once.holds, at_once.message
+    assert at_once.figures["states"] >= one_by_one.figures["states"] + 6 * 6 + 2 * 6 * 7
 
 
 def test_progress_is_told() -> None:
