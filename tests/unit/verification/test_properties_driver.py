@@ -123,7 +123,7 @@ def test_silent_engine_is_waited_for_until_the_deadline(
             assert now[0] < 2000.0, "it waits for ever"
             return events()
 
-    monkeypatch.setattr(ring.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     client: Any = Silent()
     rig: Any = SimpleNamespace(wait=lambda timeout: None, descriptor=SimpleNamespace(capture=""), ring=lambda i: client)
     subject = Subject("silent", rig, client, Shape(vocab=64, page_size=4, longest=32), default_thresholds(), 32)
