@@ -16,10 +16,12 @@ import pytest
 
 import blink_core
 from blink_core import _native
+from blink_core.transport import shm
 from blink_core.transport.interface import TransportError, deadline_after
 from blink_core.transport.shm import SHM_DIR, Segment, ShmTransport, remove_dead_segments, shm_available
 
 ROOT = Path(blink_core.__file__).parents[1]
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -87,18 +89,28 @@ def test_full_shared_memory_is_an_error(name: str) -> None:
 
 CREATOR = """
 import sys
-from blink_core.transport.shm import Segment
-segment = Segment(sys.argv[1], 4096)
+from pathlib import Path
+from blink_core.transport import shm
+shm.SHM_DIR = Path(sys.argv[2])
+segment = shm.Segment(sys.argv[1], 4096)
 print("made", flush=True)
 sys.stdin.read()
 """
 
 
-def test_segment_of_a_killed_creator_is_removed_and_no_other(segment: Segment) -> None:
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of segments that nobody else clears up: any engine that starts on this machine does so, also that of a
+    test in another process, and a segment that it has removed is not among those that are removed here."""
+    monkeypatch.setattr(shm, "SHM_DIR", tmp_path)
+    return tmp_path
+
+
+def test_segment_of_a_killed_creator_is_removed_and_no_other(own_folder: Path, segment: Segment) -> None:
     """Catches: memory that killed engines leave until the machine boots; the memory of a live engine taken away."""
     name = f"{segment.name}-other"
     creator = subprocess.Popen(
-        [sys.executable, "-c", CREATOR, name],
+        [sys.executable, "-c", CREATOR, name, str(own_folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -108,23 +120,23 @@ def test_segment_of_a_killed_creator_is_removed_and_no_other(segment: Segment) -
         assert creator.stdout.readline() == b"made\n"
         reader = Segment(name)  # another process that maps it does not keep it
         assert name not in remove_dead_segments()
-        assert (SHM_DIR / name).exists()
+        assert (own_folder / name).exists()
     finally:
         creator.kill()
-        creator.communicate(timeout=30)
+        creator.communicate(timeout=DEADLINE_S)
     removed = remove_dead_segments()
     assert name in removed
     assert segment.name not in removed
-    assert not (SHM_DIR / name).exists()
-    assert (SHM_DIR / segment.name).exists()
+    assert not (own_folder / name).exists()
+    assert (own_folder / segment.name).exists()
     assert reader.nbytes == 4096
 
 
-def test_segment_about_to_be_made_is_not_removed(name: str) -> None:
+def test_segment_about_to_be_made_is_not_removed(own_folder: Path, name: str) -> None:
     """Catches: a clean-up between a segment's name and its lock that takes it from the engine that is starting."""
-    (SHM_DIR / name).touch()
+    (own_folder / name).touch()
     assert name not in remove_dead_segments()
-    assert (SHM_DIR / name).exists()
+    assert (own_folder / name).exists()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
