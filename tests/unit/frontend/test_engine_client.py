@@ -85,6 +85,22 @@ async def engine_and_runtime(
         runtime.close()
 
 
+class Beats:
+    """The heartbeat and state that every ring client reads: a heart that beats at each look until it is told to stand
+    still. The scheduler's own is at the mercy of a machine that may not let it run for the short limits of the tests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.still, self._count, words = False, itertools.count(1), RingClient.engine_words
+        self._last = next(self._count)
+
+        def beating(ring: RingClient) -> tuple[int, int]:
+            if not self.still:
+                self._last = next(self._count)
+            return self._last, words(ring)[1]
+
+        monkeypatch.setattr(RingClient, "engine_words", beating)
+
+
 async def all_of(client: RingEngineClient, prompt: list[int], **fields: object) -> list[TokenOutput | Finished]:
     params = SamplingParams(**{"max_tokens": 3, **fields})  # type: ignore[arg-type]
     return [output async for output in client.generate(prompt, params, request_id="r")]
@@ -265,6 +281,8 @@ def test_superseded_front_end_says_so_and_leaves_the_ring(monkeypatch: pytest.Mo
     """Catches: a front end that goes on after another one attached to its ring, hides why its requests ended, or takes
     the ring back, so that two front ends throw each other out for ever."""
 
+    Beats(monkeypatch)
+
     async def scenario() -> None:
         async with engine_and_runtime(heartbeat_limit_s=0.2) as (client, runtime):
             other = same_ring(client._ring, runtime)
@@ -289,17 +307,17 @@ def test_superseded_front_end_says_so_and_leaves_the_ring(monkeypatch: pytest.Mo
 
 def test_superseded_while_the_engine_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a front end that waits for the heartbeat to return and then attaches over one that came meanwhile."""
+    heart = Beats(monkeypatch)
 
     async def scenario() -> None:
         async with engine_and_runtime(heartbeat_limit_s=0.2) as (client, runtime):
-            words = client._ring.engine_words
-            monkeypatch.setattr(client._ring, "engine_words", lambda: (7, words()[1]))
+            heart.still = True
             while client._failure is None:  # bounded by the deadline of `engine`
                 await asyncio.sleep(0.01)
             assert "no heartbeat" in client._failure
             other = same_ring(client._ring, runtime)
             assert await asyncio.to_thread(other.attach, 30.0) == 2
-            monkeypatch.setattr(client._ring, "engine_words", words)
+            heart.still = False
             await asyncio.to_thread(client._thread.join, DEADLINE_S)
             assert "superseded by epoch 2" in client.health().detail
             other.check_epoch()
@@ -311,11 +329,12 @@ def test_superseded_while_the_engine_stands_still(monkeypatch: pytest.MonkeyPatc
 def test_attach_that_fails_half_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a front end that takes its own half attach for another's, or for the loss of the engine, and stays dead
     though the engine is back."""
+    heart = Beats(monkeypatch)
 
     async def scenario() -> None:
         async with engine(heartbeat_limit_s=0.2) as client:
             ring = client._ring
-            words, attach, wait = ring.engine_words, ring.attach, ring._transport.wait
+            attach, wait = ring.attach, ring._transport.wait
             failures: list[bool] = []
 
             def half(timeout: float) -> int:
@@ -337,14 +356,14 @@ def test_attach_that_fails_half_way_is_tried_again(monkeypatch: pytest.MonkeyPat
                     raise
 
             monkeypatch.setattr(ring, "attach", half)
-            monkeypatch.setattr(ring, "engine_words", lambda: (7, words()[1]))
+            heart.still = True
 
             def lost_by() -> str | None:
                 return client._failure
 
             while lost_by() is None:  # bounded by the deadline of `engine`
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(ring, "engine_words", words)
+            heart.still = False
             while lost_by() is not None and client._thread.is_alive():
                 await asyncio.sleep(0.01)
             assert (lost_by(), failures) == (None, [False])
