@@ -16,12 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.unit.certificate.conftest import LATEST_S, WhenThere
+from tests.waiting import until
 from verification.certificate import certify as certifying
 from verification.certificate import replays
 from verification.certificate.certify import certify
-from verification.certificate.options import Deadline, Options
+from verification.certificate.options import Deadline, Options, deadlines
 from verification.certificate.records import TestRecord
-from verification.certificate.required import load
+from verification.certificate.required import Profile, load
 from verification.certificate.supervise import INTERRUPTED, supervise
 from verification.certificate.verify import verify
 from verification.run_context import RunContext
@@ -66,7 +68,9 @@ def test_before(record): record.cases(3)
 @pytest.mark.blink_property("streaming")
 def test_hang():
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    pathlib.Path(__file__).with_name("child.pid").write_text(str(child.pid))
+    told = pathlib.Path(__file__).with_name("child.pid")
+    told.with_suffix(".new").write_text(str(child.pid))
+    told.with_suffix(".new").rename(told)
     threading.Event().wait(600)
 """
 
@@ -140,26 +144,41 @@ def test_crash_leaves_what_was_found_and_a_report(tmp_path: Path, capfd: pytest.
     assert verify(out).valid
 
 
-def test_deadline_ends_the_run_and_everything_it_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_deadline_ends_the_run_and_everything_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Catches: a run that hangs for ever, or that leaves an engine process behind."""
     suite, out = write(tmp_path / "suite", HANGING), tmp_path / "out"
-    assert certify("local", None, "smoke", out, suite=suite, deadline_s=25.0) == 2
-    assert "the deadline of 25 s for the whole run passed" in capfd.readouterr().out
+    file = suite / "child.pid"
+
+    def when_it_hangs(options: Options, limits: Profile) -> tuple[Deadline, Deadline]:
+        replays, whole = deadlines(options, limits)
+        return replays, WhenThere(whole.end, whole.passed, file)
+
+    monkeypatch.setattr(certifying, "deadlines", when_it_hangs)
+    assert certify("local", None, "smoke", out, suite=suite, deadline_s=LATEST_S) == 2
+    assert f"the deadline of {LATEST_S:g} s for the whole run passed" in capfd.readouterr().out
     assert outcomes(out)["streaming/hang"] == "infrastructure"
-    pid = int((suite / "child.pid").read_text())
-    assert not alive(pid)
+    pid = int(file.read_text())
+    until(lambda: ended(pid), "what the run had started still runs")
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs, given five seconds to be reaped by whoever inherited it."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-        except FileNotFoundError:
-            return False
-    return True
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits to be reaped by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_deadlines_in_seconds() -> None:
+    """Catches: a limit that never passes, or has passed at once; replays that may take the whole run's time."""
+    profile = load("local").profile("nightly")
+    replays, whole = deadlines(Options("local", None, "nightly", Path("out"), deadline_s=60.0), profile)
+    assert (replays.over, whole.over, whole.end - replays.end) == (False, False, pytest.approx(30.0))
+    assert replays.passed == "the deadline of 30 s for all replays of earlier failures passed"
+    assert whole.passed == "the deadline of 60 s for the whole run passed"
+    assert Deadline(time.monotonic() - 0.001, "").over
 
 
 @pytest.mark.parametrize(
@@ -212,7 +231,7 @@ def blink(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LATEST_S,
         check=False,
     )
 
@@ -279,7 +298,7 @@ def test_interrupt_stops_the_run_and_reports(tmp_path: Path, number: signal.Sign
     """Catches: Ctrl-C or a closed terminal that leaves pytest running, or loses what was found."""
     process, _, out = hanging_run(tmp_path)
     process.send_signal(number)
-    text, _ = process.communicate(timeout=90)
+    text, _ = process.communicate(timeout=LATEST_S)
     assert process.returncode == 2
     assert "interrupted by a signal" in text
     assert last_line(text) == "verdict: could not run (exit 2)"
@@ -311,6 +330,11 @@ def test_signal_between_two_replays_is_reported(
     assert verify(out).valid
 
 
+def latest() -> Deadline:
+    """That of a run which must come to its own end."""
+    return Deadline(time.monotonic() + LATEST_S, "passed")
+
+
 def test_signal_behind_the_last_look_is_not_lost(tmp_path: Path) -> None:
     """Catches: a signal that comes when pytest has ended and its end is not noticed yet, dropped without a word."""
 
@@ -323,24 +347,24 @@ def test_signal_behind_the_last_look_is_not_lost(tmp_path: Path) -> None:
     late.set()
     out, suite = tmp_path / "out", write(tmp_path / "suite", PASSING)
     out.mkdir()
-    options, deadline = Options("local", None, "smoke", out, 5, suite=suite), Deadline(time.monotonic() + 60, "passed")
+    options = Options("local", None, "smoke", out, 5, suite=suite)
     context = RunContext("r1", "local", "smoke", None, 5, "given", out)
     limits = load("local").profile("smoke")
-    assert supervise(options, context, limits, tmp_path / "log", deadline, late) == INTERRUPTED
+    assert supervise(options, context, limits, tmp_path / "log", latest(), late) == INTERRUPTED
     late.clear()
-    assert supervise(options, context, limits, tmp_path / "log", deadline, late) is None
+    assert supervise(options, context, limits, tmp_path / "log", latest(), late) is None
 
 
 def test_end_of_an_earlier_journal_is_not_this_runs(tmp_path: Path) -> None:
     """Catches: a run that dies before its session in a folder with a whole journal, taken for one that ended well."""
     out, suite = tmp_path / "out", write(tmp_path / "suite", PASSING)
     out.mkdir()
-    options, deadline = Options("local", None, "smoke", out, 5, suite=suite), Deadline(time.monotonic() + 60, "passed")
+    options = Options("local", None, "smoke", out, 5, suite=suite)
     context = RunContext("r1", "local", "smoke", None, 5, "given", out)
     limits, never = load("local").profile("smoke"), threading.Event()
-    assert supervise(options, context, limits, tmp_path / "log", deadline, never) is None
+    assert supervise(options, context, limits, tmp_path / "log", latest(), never) is None
     (suite / "conftest.py").write_text("import os\nos._exit(0)\n")
-    assert (supervise(options, context, limits, tmp_path / "log", deadline, never) or "").startswith("pytest crashed")
+    assert (supervise(options, context, limits, tmp_path / "log", latest(), never) or "").startswith("pytest crashed")
 
 
 def test_killed_run_leaves_nothing_running(tmp_path: Path) -> None:
@@ -348,5 +372,5 @@ def test_killed_run_leaves_nothing_running(tmp_path: Path) -> None:
     process, _, _ = hanging_run(tmp_path)
     (run,) = psutil.Process(process.pid).children()
     process.kill()
-    process.communicate(timeout=30)
-    run.wait(30)  # raises when it still runs
+    process.communicate(timeout=LATEST_S)
+    run.wait(LATEST_S)  # raises when it still runs

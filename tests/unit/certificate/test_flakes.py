@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.certificate.conftest import MakeReport
+from tests.unit.certificate.conftest import LATEST_S, MakeReport
 from verification.benchmarks.flakes import main
 from verification.certificate.outcomes import Outcome
 from verification.certificate.output import REPORT
@@ -92,7 +92,7 @@ def test_a_signal_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
     for _ in range(2):  # the third test hangs
         assert re.search("queue-ordering/before|streaming/fails", process.stderr.readline())
     process.send_signal(number)
-    text, _ = process.communicate(timeout=90)
+    text, _ = process.communicate(timeout=LATEST_S)
     assert process.returncode == 2, text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["seed-7"]
     assert "seed 7: streaming/fails is product_failure: " in text
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
 def test_a_signal_when_a_run_is_over_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
     """Catches: a signal that comes when a run's tests are done, and is lost; that run taken for an interrupted one."""
     process = start(tmp_path, HANGING.partition('@pytest.mark.blink_property("streaming")')[0], end=int(number))
-    text, _ = process.communicate(timeout=90)
+    text, _ = process.communicate(timeout=LATEST_S)
     assert process.returncode == 2, text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["seed-7"]
     assert re.search("^1 runs of ", text, re.MULTILINE)
