@@ -32,12 +32,13 @@ class BuildFailed(RuntimeError):
     """CMake or the compiler failed; the message is the end of its output."""
 
 
-def _digest(*more: Path) -> str:
-    """Of everything that the module is made from, the interpreter included, and of the files `more`."""
+def _digest(*more: Path, mutant: str | None = None) -> str:
+    """Of everything that the module is made from, the interpreter included, of the files `more`, and of a mutant."""
     sources = [ROOT / "CMakeLists.txt", *more]
     for folder in FOLDERS:
         sources += sorted((ROOT / "blink_core" / folder).glob("*.[ch]pp"))
     total = hashlib.sha256(sys.version.encode())
+    total.update(b"" if mutant is None else by_name(mutant).model_dump_json().encode())
     for path in sources:
         total.update(path.read_bytes())
     return total.hexdigest()
@@ -106,13 +107,13 @@ def build_litmus() -> Path:
 def _threaded(kind: str, source: Path, mutant: str | None) -> Path:
     folder = ROOT / "build" / kind
     folder.mkdir(parents=True, exist_ok=True)
-    program, stamp, digest = folder / kind, folder / "digest", _digest(source)
-    headers = _mutated(mutant, folder)
-    includes = [f"-I{headers / part}" for part in FOLDERS]
+    program, stamp, digest = folder / kind, folder / "digest", _digest(source, mutant=mutant)
     options = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=thread", "-pthread"]
     with FileLock(folder / "lock", timeout=BUILD_TIMEOUT_S):
         if not (program.exists() and stamp.exists() and stamp.read_text() == digest):
             stamp.unlink(missing_ok=True)
+            headers = _mutated(mutant, folder)  # in the lock: another caller may be compiling them
+            includes = [f"-I{headers / part}" for part in FOLDERS]
             compiler = os.environ.get("CXX", "g++")
             command = [compiler, *options, *includes, "-isystem", str(_atomics())]
             _run(*command, str(source), "-o", str(program))
