@@ -20,7 +20,7 @@ from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "examples" / "sample_suite"
-LIMIT_S = 200
+LIMIT_S = 500
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +114,8 @@ def test_fault_names(fault):
         fault.about("engine-kil")
 
 def test_killed_engine_is_started_again(engine, history, fault):
-    with engine.start(http=True) as other:
+    with engine.start(http=True, cq_entries=128) as other:
+        # It pauses for want of credits: it is live however long the next steps take.
         other.client.submit([1, 2, 3], SamplingParams(400, ignore_eos=True))
         assert len(other.client.poll(30.0))
         with fault("engine-kill", on=other) as hit:
