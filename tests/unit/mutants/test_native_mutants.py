@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from blink_core.abi.enums import EventKind, FinishReason
+from tests.waiting import DEADLINE_S
 from verification.mutants import matrix, native, weave, worker
 from verification.mutants.checkers import every, find
 from verification.mutants.checkers.base import Finding, Product
@@ -120,7 +121,7 @@ def test_outcome_of_a_job(
     """Catches: a crash or a hang that counts as a kill, or that takes the worker with it."""
     monkeypatch.setattr("verification.mutants.checkers.find", lambda name: Toy(act))
     monkeypatch.setattr(worker, "GRACE_S", 0.5)
-    outcome = worker._supervise(Job("toy", 1), 0.5)
+    outcome = worker._supervise(Job("toy", 1), 0.5 if word == TIMEOUT else DEADLINE_S)
     assert outcome.word == word
     assert witness in outcome.witness
 
