@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,22 @@ from hil_rigs.description import load_rig
 from hil_rigs.engine_memory import StateSnapshot
 from hil_rigs.local import LocalOptions, LocalRig, RigFailure
 from tests.real_model import real_model
+from tests.waiting import until
 from verification.models.tiny import build_named
 from verification.properties.kv_conservation import check_snapshot
-
-IDLE_DEADLINE_S = 30.0
 
 
 def settled(rig: LocalRig) -> StateSnapshot:
     """State once no request lives; fails after a deadline."""
-    deadline = time.monotonic() + IDLE_DEADLINE_S
-    while True:
+
+    def idle() -> StateSnapshot | None:
         with rig.memory.hold():
             snapshot = rig.memory.snapshot()
-        if int(snapshot.header["live"]) == 0:
-            return snapshot
-        assert time.monotonic() < deadline, f"{int(snapshot.header['live'])} requests still live"
+        return None if int(snapshot.header["live"]) else snapshot
+
+    found = until(idle, "requests still live")
+    assert found is not None
+    return found
 
 
 def completion(rig: LocalRig, **body: Any) -> httpx.Response:

@@ -15,7 +15,6 @@ from blink_core.runtime.watchdog import RECORDING
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
 from tests.integration.test_engine_loss import (
-    DEADLINE_S,
     SIZES,
     await_health,
     complete,
@@ -25,6 +24,7 @@ from tests.integration.test_engine_loss import (
     stream,
 )
 from tests.overflowing import overflowing
+from tests.waiting import DEADLINE_S
 
 __all__ = ["long_model"]
 ENGINE = Path(__file__).parents[1] / "planted" / "watched.py"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +17,9 @@ import yaml
 from blink_core.transport.shm import SHM_DIR
 from hil_rigs.description import RIGS_DIR, load_rig
 from hil_rigs.local import LocalRig
+from tests.waiting import DEADLINE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
 
 LAUNCHER = """
 import sys
@@ -86,10 +85,12 @@ def launch(rig: str | Path, model: Path, name: str) -> subprocess.Popen[str]:
 
 def loading_engine(marker: Path, launcher: subprocess.Popen[str]) -> int:
     """Pid of the engine process, once it loads its model."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not marker.exists():
+
+    def loading() -> bool:
         assert launcher.poll() is None, "the launcher ended"
-        assert time.monotonic() < deadline, "the engine did not come to loading its model"
+        return marker.exists()
+
+    until(loading, "the engine did not come to loading its model")
     return int(marker.read_text())
 
 

@@ -19,12 +19,13 @@ from blink_core.frontend.epoch_word import number_of
 from blink_core.frontend.ring_client import RingClient
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
+from tests.waiting import DEADLINE_S, Stalls, until
 from verification.models.tiny import build_named
 
-DEADLINE_S = 60.0
 MAX_LEN = 8192
 SIZES = {"pages": 2 + MAX_LEN // 16 + 64, "max_len": MAX_LEN, "slots": 16, "sq_entries": 64, "cq_entries": 64}
-LEASE_US = 1_500_000
+LEASE_US = 3_000_000
+LATE_S = 20.0  # that a busy machine may be late by
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,7 @@ def held(rig: LocalRig) -> tuple[int, int]:
 
 
 def await_free(rig: LocalRig, deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    while (seen := held(rig)) != (0, 0):
-        assert time.monotonic() < deadline, f"{seen[0]} requests alive, {seen[1]} pages held after {deadline_s} s"
+    until(lambda: held(rig) == (0, 0), "requests are alive or hold pages", deadline_s)
 
 
 def tokens_of_ring(rig: LocalRig, count: int, ring: int = 1) -> int:
@@ -137,7 +136,7 @@ def test_killed_front_end_frees_its_kv_by_lease(start: Callable[..., LocalRig]) 
     stream.await_first()
     assert held(rig)[1] > 0
     rig.send("frontend", signal.SIGKILL)
-    await_free(rig, LEASE_US / 1e6 + 5.0)
+    await_free(rig, LEASE_US / 1e6 + LATE_S)
     assert tokens_of_ring(rig, 20) == 20
     stream.await_end()
     assert not stream.finished
@@ -155,7 +154,7 @@ def test_restarted_front_end_attaches_by_epoch(start: Callable[..., LocalRig]) -
     rig.send("frontend", signal.SIGKILL)
     assert held(rig)[1] > 0, "without a lease nobody ends them yet"
     rig.restart("frontend")
-    await_free(rig, 5.0)
+    await_free(rig, LATE_S)
     assert number_of(int(rig.memory.snapshot().rings[0]["epoch"])) == epoch + 1
     for _ in range(3):
         answer = httpx.post(
@@ -167,8 +166,7 @@ def test_restarted_front_end_attaches_by_epoch(start: Callable[..., LocalRig]) -
 def test_frozen_front_end_pauses_only_its_own_rows(start: Callable[..., LocalRig]) -> None:
     """Catches: a front end that stops reading and holds up another's streams, or whose own stream loses tokens."""
     rig = start(lease_us=0)
-    count = 400
-    stream = Stream(rig, count)
+    stream = Stream(rig, 3000)  # seconds from its end when its first token has come
     stream.await_first()
     rig.send("frontend", signal.SIGSTOP)
     try:
@@ -189,7 +187,7 @@ def test_frozen_front_end_loses_its_lease_and_says_so(start: Callable[..., Local
     stream.await_first()
     rig.send("frontend", signal.SIGSTOP)
     try:
-        await_free(rig, LEASE_US / 1e6 + 5.0)
+        await_free(rig, LEASE_US / 1e6 + LATE_S)
     finally:
         rig.send("frontend", signal.SIGCONT)
     stream.await_end()
@@ -235,9 +233,11 @@ def test_engine_death_is_told_within_a_second(start: Callable[..., LocalRig]) ->
     rig = start()
     stream = Stream(rig, MAX_LEN - 3)
     stream.await_first()
-    rig.send("engine", signal.SIGKILL)
-    died = time.monotonic()
-    stream.await_end()
-    assert time.monotonic() - died < 1.0
+    with Stalls() as stalls:
+        rig.send("engine", signal.SIGKILL)
+        died = time.monotonic()
+        stream.await_end()
+        took = time.monotonic() - died
+    assert took - stalls.seconds < 1.0
     assert stream.error is not None, stream.failure
     assert stream.error["code"] == "engine_dead"
