@@ -19,7 +19,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-COMMAND_LIMIT_S = 230
+COMMAND_LIMIT_S = 500
 _FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _WORDS = {"exec", "file", "insert", "after", "before", "exit"}
 

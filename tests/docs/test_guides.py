@@ -35,7 +35,7 @@ def walks(request: pytest.FixtureRequest, new_clone: Clone) -> Iterator[dict[str
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.timeout(600)  # a guide may have to wait for the others
+@pytest.mark.timeout(1800)  # a guide may have to wait for the others
 @pytest.mark.parametrize("name", GUIDES)
 def test_guide_works(name: str, walks: dict[str, Future[None]]) -> None:
     """Catches: a guide that was right once: a renamed function, a moved file, a command that prints something else."""

@@ -29,7 +29,7 @@ def certify(rig: Path | str, model: Path, out: Path, environment: dict[str, str]
     command = [sys.executable, "-m", "verification.cli", "certify", "--rig", str(rig), "--model", str(model)]
     command += ["--profile", "smoke", "--out", str(out), "--fail-fast"]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=230, env=os.environ | environment, check=False
+        command, capture_output=True, text=True, timeout=500, env=os.environ | environment, check=False
     )
 
 

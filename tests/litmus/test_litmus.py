@@ -36,7 +36,7 @@ def litmus() -> Path:
 def run(program: Path, name: str, order: str) -> subprocess.CompletedProcess[str]:
     environment = {"TSAN_OPTIONS": "halt_on_error=0 exitcode=66 history_size=7"}
     command = [str(program), name, order]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
 
 
 @pytest.mark.parametrize("name", TESTS)

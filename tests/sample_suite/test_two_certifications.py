@@ -15,7 +15,7 @@ from tests.copied_tree import goes_before_installed
 from verification.models.tiny import build_named
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 200
+LIMIT_S = 500
 PROPERTY = "streaming"  # whose tests need no torch in the run
 CODE = """
 import sys

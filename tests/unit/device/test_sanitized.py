@@ -54,7 +54,7 @@ def sanitizer_runtime() -> str:
     found = []
     for library in ("libasan.so", "libstdc++.so"):
         command = [compiler, f"-print-file-name={library}"]
-        found.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())
+        found.append(subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.strip())
     if not all(Path(path).is_absolute() for path in found):
         pytest.skip(f"{compiler} brings no {' or no '.join(found)}")
     return " ".join(found)
@@ -69,7 +69,7 @@ def run_sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
         EXAMPLES: "40",
     }
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT, env=environment)
 
 
 def test_programs_and_fuzz_under_sanitizers() -> None:

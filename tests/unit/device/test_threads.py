@@ -17,7 +17,7 @@ REPORT = "WARNING: ThreadSanitizer: data race"
 def run(kind: str, group: int, requests: int, *more: int, nap_us: int = 0) -> subprocess.CompletedProcess[str]:
     command = [str(build_program(kind)), *map(str, (group, requests, *more))]
     environ = CLEAN | {"BLINK_NAP_US": str(nap_us)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environ)
 
 
 def counted(done: subprocess.CompletedProcess[str]) -> dict[str, int]:

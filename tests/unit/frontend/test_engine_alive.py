@@ -23,7 +23,7 @@ def test_living_ended_and_zombie() -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet reaped
     assert not _still_runs(child.pid, started)
-    child.communicate(timeout=30)
+    child.communicate(timeout=60)
     assert not _still_runs(child.pid, started)
 
 

@@ -172,7 +172,7 @@ def test_invariant_mode_is_bitwise_with_other_kernels(kernels: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "1 passed" in result.stdout

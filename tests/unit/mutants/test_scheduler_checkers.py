@@ -85,7 +85,7 @@ def _session(checker: str) -> Iterator[tuple[Session, Woven]]:
         yield session, woven
 
 
-@pytest.mark.timeout(600)  # the first builds a native module, and `group-races` a program
+@pytest.mark.timeout(1200)  # the first builds a native module, and `group-races` a program
 @pytest.mark.parametrize("checker", sorted({planted.checker for planted in PLANTED}))
 def test_planted_faults_are_noticed_in_every_seed(checker: str) -> None:
     """Catches: programs and observables that reach a decision by luck or not at all; a checker that objects to the

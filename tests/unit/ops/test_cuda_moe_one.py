@@ -80,7 +80,7 @@ print(f"static_assert(ONE_WARPS * 32 == {m.ONE_THREADS} && BLOCK_SPAN * BLOCK_SP
 
 def run(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

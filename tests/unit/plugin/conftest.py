@@ -145,7 +145,7 @@ class ForkServer:
         return code, log.read_text(encoding="utf-8")
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -167,7 +167,7 @@ def run_suite(
         return Finished(*server.run(folder, words, before), folder / "out")
     command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-p", "no:cacheprovider", *words]
     done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=180, check=False
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=400, check=False
     )
     return Finished(done.returncode, done.stdout + done.stderr, folder / "out")
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-_LIMIT_S = 120
+_LIMIT_S = 400
 
 
 def preload() -> None:

@@ -72,7 +72,7 @@ def test_lock_of_another_process_holds_until_that_process_dies(tmp_path: Path) -
             lock.acquire(timeout_s=0.0)
     finally:
         child.kill()
-        child.communicate(timeout=30)
+        child.communicate(timeout=60)
     removed = lock.acquire(timeout_s=0.0)
     assert removed is not None
     assert (removed.owner, removed.pid) == ("other", child.pid)
@@ -161,7 +161,7 @@ def test_exclusive_rig_is_one_runs_until_its_process_dies(tmp_path: Path) -> Non
             pass
     finally:
         child.kill()
-        child.communicate(timeout=30)
+        child.communicate(timeout=60)
     with rig_lock(rig, "me", directory=tmp_path):
         with rig_lock(rig, "me", directory=tmp_path):
             pass

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def blink(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "verification.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_version_is_printed() -> None:

@@ -118,7 +118,7 @@ def test_without_spin_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         spin.tools()
     done = subprocess.run(
         [sys.executable, "-m", "verification.ring_model"],
-        cwd=ROOT, env={"PATH": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, env={"PATH": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "skipped" in done.stderr

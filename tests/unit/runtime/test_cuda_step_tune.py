@@ -65,7 +65,7 @@ def tuned(
     down: tuple[int, int] = DOWN,
 ) -> Any:
     command = [sys.executable, "-c", CODE, dtype, mode, json.dumps(buckets), json.dumps(down)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
