@@ -86,8 +86,8 @@ async def engine_and_runtime(
 
 
 class Beats:
-    """The heartbeat and state that every ring client reads: a heart that beats at each look until it is told to stand
-    still. The scheduler's own is at the mercy of a machine that may not let it run for the short limits of the tests."""
+    """What ring clients read for the engine's heart: one that beats at each look until it is told to stand still. The
+    scheduler's own stands still wherever a machine does not let it run for the short limits of the tests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.still, self._count, words = False, itertools.count(1), RingClient.engine_words
