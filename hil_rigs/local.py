@@ -7,11 +7,9 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from blink_core.transport.shm import SHM_DIR, remove_dead_segments
 from hil_rigs.description import RigDescription
 from hil_rigs.engine_memory import EngineMemory, EngineUnreachable
 from hil_rigs.kv_reports import KvReports
+from hil_rigs.scratch import Scratch
 
 START_TIMEOUT_S = 180.0  # a cold page cache and a busy machine; SmolLM2 takes about 3 s
 STOP_TIMEOUT_S = 20.0
@@ -87,7 +86,8 @@ class LocalRig:
         self.description, self.model, self.options = description, model, options or LocalOptions()
         self._host, self._port, self._http = host, port, http and model is not None
         self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.run_dir: Path | None = None
+        self.run_dir: Path | None = None  # of the processes' files, while the rig runs
+        self._scratch: Scratch | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._descriptor: EngineDescriptor | None = None
         self._memory: EngineMemory | None = None
@@ -183,17 +183,18 @@ class LocalRig:
         `cancelled` is asked all the time; True breaks the start off with StartCancelled.
         """
         remove_dead_segments()  # of engines that were killed: they hold memory that this one may need
-        self.run_dir = Path(tempfile.mkdtemp(prefix=f"blink-{self.name}-"))
+        self._scratch = Scratch(self.name)
+        folder = self.run_dir = self._scratch.path
         try:
             deadline = time.monotonic() + timeout
             self._spawn("engine", self._engine_command())
-            self._await("engine", self.run_dir / "engine.json", deadline, cancelled)
-            self._descriptor = EngineDescriptor.read(self.run_dir / "engine.json")
+            self._await("engine", folder / "engine.json", deadline, cancelled)
+            self._descriptor = EngineDescriptor.read(folder / "engine.json")
             self._kv = self._kv_reports(self._descriptor)
             if self._http:
                 self._spawn("frontend", self._frontend_command())
-                self._await("frontend", self.run_dir / "frontend.json", deadline, cancelled)
-                ready = json.loads((self.run_dir / "frontend.json").read_text())
+                self._await("frontend", folder / "frontend.json", deadline, cancelled)
+                ready = json.loads((folder / "frontend.json").read_text())
                 self._base_url, self._drawn_port = ready["url"], int(ready["port"])
         except BaseException:
             self.stop()
@@ -252,15 +253,16 @@ class LocalRig:
         ]
 
     def _spawn(self, name: str, arguments: list[str]) -> None:
-        assert self.run_dir is not None
+        assert self._scratch is not None
+        folder = self._scratch.path
         environment = dict(os.environ)
         if name == "engine":
             threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
             environment |= {v: str(threads) for v in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         path = self._log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.parent != self.run_dir and not (self.run_dir / path.name).is_symlink():
-            (self.run_dir / path.name).symlink_to(path)
+        if path.parent != folder and not (folder / path.name).is_symlink():
+            (folder / path.name).symlink_to(path)
         with path.open("ab") as log:  # a process that is started again goes on with the log of its predecessor
             self._processes[name] = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -268,6 +270,7 @@ class LocalRig:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                pass_fds=(self._scratch.fd,),  # its files are there as long as it lives
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher, which stops in order
             )
 
@@ -320,9 +323,9 @@ class LocalRig:
         # A killed engine leaves the name behind.
         (SHM_DIR / f"blink-{self.name}").unlink(missing_ok=True)
         self._descriptor = self._memory = self._base_url = None
-        if self.run_dir is not None:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-            self.run_dir = None
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = self.run_dir = None
 
     def _keep_kv_reports(self) -> None:
         """What the KV sanitizer of the engine that has ended said; the file goes with its folder."""

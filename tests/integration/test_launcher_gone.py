@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,8 +117,8 @@ def test_launcher_killed_while_it_serves(tiny_model: Path, end_after: Callable[[
 def test_memory_of_a_killed_engine_goes_with_the_next_start(
     tiny_model: Path, end_after: Callable[[int], psutil.Process]
 ) -> None:
-    """Catches: shared memory of killed engines and launchers that fills up until no engine can start; the next start
-    that takes the memory of an engine which lives."""
+    """Catches: shared memory and folders of killed engines and launchers that fill up until no engine can start; the
+    next start that takes those of an engine which lives."""
     names = [f"{os.getpid()}-killed", f"{os.getpid()}-alive"]
     families, launchers = [], []
     for name in names:
@@ -133,6 +134,7 @@ def test_memory_of_a_killed_engine_goes_with_the_next_start(
     with LocalRig(load_rig("local"), None):
         assert not (SHM_DIR / f"blink-{names[0]}").exists()
         assert (SHM_DIR / f"blink-{names[1]}").exists()
+        assert [len(list(Path(tempfile.gettempdir()).glob(f"blink-{name}-*"))) for name in names] == [0, 1]
     living = [end_after(pid) for pid in families[1]]
     living[0].kill()
     assert_all_end(living[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from blink_core.model_store import ModelStoreError, resolve
 from hil_rigs.locks import LockError, OwnedLock
+from hil_rigs.scratch import Scratch
 from verification.agreement_record import read as read_agreement
 from verification.certificate import corpus as corpora
 from verification.certificate import interruptions, junit, output, provenance, report, required, shards
@@ -168,8 +168,8 @@ def _run(options: Options, context: RunContext, limits: Profile) -> dict[str, An
     One that comes when all tests are done already changes nothing: the report is being written."""
     started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     clock = time.monotonic()
-    with interruptible() as interrupted, tempfile.TemporaryDirectory(prefix=f"blink-{context.run_id}-") as scratch:
-        log = Path(scratch) / output.LOG
+    with interruptible() as interrupted, Scratch(context.run_id) as scratch:
+        log = scratch.path / output.LOG
         trouble = _unusable(options)
         replays: list[TestRecord] = []
         if trouble is None:

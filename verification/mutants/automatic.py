@@ -18,12 +18,12 @@ import math
 import random
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hil_rigs.scratch import Scratch
 from verification.mutants import native, weave
 from verification.mutants.checkers.lock_step import GROUP_ONLY
 from verification.mutants.matrix import refutes
@@ -144,8 +144,8 @@ def _place(builds: list[list[Automatic]], mutants: Sequence[Automatic]) -> None:
 def _compiling(mutants: Sequence[Automatic]) -> tuple[list[Automatic], list[Automatic]]:
     """Those that compile together, and those that compile, but not beside the former."""
     left = list(mutants)
-    with tempfile.TemporaryDirectory(prefix="blink-automatic-") as name:
-        folder = Path(name)
+    with Scratch("automatic") as scratch:
+        folder = scratch.path
         while left:
             woven = weave.write(number(left), folder)
             bad = _blamed(folder, woven, _errors(folder))

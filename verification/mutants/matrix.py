@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from hil_rigs.scratch import Scratch
 from verification.mutants import hook, native, sources, weave
 from verification.mutants.checkers import NATIVE as NATIVE_MODULES
 from verification.mutants.checkers import all_modules, every, find
@@ -171,8 +171,8 @@ class Matrix:
 
     def _python_row(self, mutant: Mutant) -> Row:
         with (
-            tempfile.TemporaryDirectory(prefix="blink-mutant-") as folder,
-            _lazily(lambda: Session(hook.environment(mutant, Path(folder)))) as session,
+            Scratch("mutant") as scratch,
+            _lazily(lambda: Session(hook.environment(mutant, scratch.path))) as session,
         ):
             return self._row(mutant, able(mutant, self.checkers("python")), session, 0)
 

@@ -20,13 +20,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hil_rigs.scratch import Scratch
 from verification.certificate.supervise import plugin_arguments
 from verification.mutants import hook
 from verification.mutants.automatic import wilson
@@ -248,10 +248,10 @@ def run(
     arguments = {name: text for name, text in (equivalent or {}).items() if name.startswith(PREFIX)}
     sample, beside, universe = draw(count, seed, arguments)
     ran: list[list[TesterResult]] = [[], []]
-    with tempfile.TemporaryDirectory(prefix="blink-tester-") as name:
+    with Scratch("tester") as scratch:
         for results, mutants in zip(ran, (sample, beside), strict=True):
             for mutant in mutants[shard[0] - 1 :: shard[1]]:
-                results.append(judge(mutant, Path(name)))
+                results.append(judge(mutant, scratch.path))
                 say(f"{results[-1].word:8} {mutant.name} verification/{mutant.file}:{mutant.line} {mutant.what}")
     unknown = sorted(arguments.keys() - {m.name for m in (*sample, *beside)})
     return TesterScore(ran[0], universe, ran[1], arguments, unknown)

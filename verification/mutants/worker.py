@@ -11,14 +11,14 @@ import gc
 import json
 import os
 import selectors
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hil_rigs.scratch import Scratch
 
 GRACE_S = 2.0  # for a checker that sees its own deadline
 CRASH_LIMIT = 400  # characters kept of what a crash said
@@ -51,10 +51,9 @@ class Outcome:
     seconds: float = 0.0
 
 
-def _child(job: Job, out: int, seconds: float) -> None:
+def _child(job: Job, out: int, seconds: float, scratch: Path) -> None:
     """Runs the job and writes its outcome to `out`; never returns."""
     code = 1
-    scratch = Path(tempfile.mkdtemp(prefix="blink-mutant-"))
     try:
         os.setsid()
         signal.setitimer(signal.ITIMER_REAL, seconds + 2 * GRACE_S)  # also when nobody is left to end it
@@ -62,7 +61,6 @@ def _child(job: Job, out: int, seconds: float) -> None:
         os.write(out, json.dumps(asdict(outcome)).encode())
         code = 0
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(code)
 
 
@@ -97,7 +95,12 @@ def _run(job: Job, scratch: Path) -> Outcome:
 
 
 def _supervise(job: Job, seconds: float) -> Outcome:
-    """Forks, waits, and ends what is not over in time."""
+    """Forks, waits, and ends what is not over in time. What the job left on disk goes with it, however it ended."""
+    with Scratch("mutant") as scratch:
+        return _forked(job, seconds, scratch.path)
+
+
+def _forked(job: Job, seconds: float, scratch: Path) -> Outcome:
     reader, writer = os.pipe()
     started = time.monotonic()
     sys.stdout.flush()
@@ -107,7 +110,7 @@ def _supervise(job: Job, seconds: float) -> Outcome:
         devnull = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(devnull, stream)
-        _child(job, writer, seconds)
+        _child(job, writer, seconds, scratch)
     os.close(writer)
     data, over = b"", False
     with selectors.DefaultSelector() as selector:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hil_rigs.scratch import Scratch
 from verification.certificate.identity import own_id
 from verification.certificate.recorder import Recorder
 from verification.mutants import automatic, matrix, weave
@@ -54,8 +54,8 @@ def built(request: pytest.FixtureRequest) -> weave.Woven:
 
 def _run(mutants: Sequence[Mutant], seeds: int, seed: int, record: Recorder, evidence: Path | None) -> None:
     """The rows of these mutants; each cell is a line of the report's planted faults, all of it stands in `evidence`."""
-    with tempfile.TemporaryDirectory(prefix="blink-matrix-") as folder:
-        made = matrix.Matrix(Path(folder), matrix.seeds_of(seed, seeds), say=lambda line: print(line, flush=True))
+    with Scratch("matrix") as scratch:
+        made = matrix.Matrix(scratch.path, matrix.seeds_of(seed, seeds), say=lambda line: print(line, flush=True))
         rows = made.rows(mutants)
     for row in rows:
         for name, cell in row.cells.items():
@@ -136,9 +136,9 @@ def test_two_checkers(built: weave.Woven, cls: str, record: Recorder, seed: int)
 
     Catches: a class that hangs on one check function, with which all its mutants would survive.
     """
-    with tempfile.TemporaryDirectory(prefix="blink-matrix-") as folder:
+    with Scratch("matrix") as scratch:
         made = matrix.Matrix(
-            Path(folder), matrix.seeds_of(seed, matrix.SEEDS), say=lambda line: print(line, flush=True)
+            scratch.path, matrix.seeds_of(seed, matrix.SEEDS), say=lambda line: print(line, flush=True)
         )
         order = sorted(_by_class()[cls], key=lambda m: -len(matrix.able(m, made.checkers(m.where))))
         rows, told = matrix.until_pair(lambda mutant: made.rows([mutant]), order, PAIR_SECONDS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hil_rigs.engine_memory import EngineMemory
+from hil_rigs.scratch import Scratch
 from verification.trace.format import UNENDED, Header, TraceError, read
 from verification.trace.monitor import UNKNOWN, Verdict, check
 from verification.trace.record import Recorder
@@ -51,8 +51,8 @@ class LiveTrace:
 @contextlib.contextmanager
 def following(memory: EngineMemory) -> Iterator[LiveTrace]:
     """Follows an engine that has just started, until the end of the `with`."""
-    with tempfile.TemporaryDirectory(prefix="blink-trace-") as folder:
-        path = Path(folder) / "run.trace"
+    with Scratch("trace") as scratch:
+        path = scratch.path / "run.trace"
         recorder = Recorder(memory, path, Header(memory.config, "live"), limit_bytes=LIMIT_BYTES, look_s=LOOK_S)
         with contextlib.suppress(TimeoutError), recorder:
             yield LiveTrace(recorder, path)

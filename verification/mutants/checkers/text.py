@@ -37,11 +37,11 @@ TEMPLATE = (
 
 
 @functools.cache
-def folders() -> dict[str, Path]:
-    """Tokenisers on disk: byte-level as it is, byte-level that adds BOS and has a template with blocks on lines of
-    their own, and SentencePiece-like with byte fallback."""
+def folders(scratch: Path) -> dict[str, Path]:
+    """Tokenisers in a folder of `scratch`: byte-level as it is, byte-level that adds BOS and has a template with blocks
+    on lines of their own, and SentencePiece-like with byte fallback."""
     plain = model_path("mistral-full")
-    root = Path(tempfile.mkdtemp(prefix="blink-text-"))
+    root = Path(tempfile.mkdtemp(dir=scratch))
     made = {"byte-level": plain}
     with_bos = made["with BOS"] = root / "bos"
     shutil.copytree(plain, with_bos, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -70,7 +70,7 @@ SAMPLES = ("Wärter zählt 7 Schiffe 🙂🚀 日本語の文章", "Le gardien �
 
 def check_detokeniser(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
     """What comes out token by token is the full decode, and shows no character before it is whole."""
-    for kind, folder in folders().items():
+    for kind, folder in folders(scratch).items():
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         loaded, size = parts.keep(LOAD, folder), backend.get_vocab_size()
         for number in range(8):
@@ -186,7 +186,7 @@ CONVERSATIONS: Sequence[list[dict[str, str]]] = (
 def check_prompts(parts: Parts, rng: random.Random, scratch: Path) -> Wrong:
     """Prompt ids of chats and texts against transformers, stop ids of special tokens, and GGUF's pre-tokeniser."""
     for kind in ("byte-level", "with BOS"):
-        folder = folders()[kind]
+        folder = folders(scratch)[kind]
         text = rng.choice(SAMPLES) + f" {rng.randrange(10**6)}"
         hangs_on = [kind, TEMPLATE, (folder / "tokenizer.json").read_text(encoding="utf-8"), CONVERSATIONS, text]
         theirs = remembered("prompts", hangs_on, functools.partial(transformers_ids, folder, text))
