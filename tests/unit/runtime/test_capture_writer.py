@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from blink_core.abi.capture import record_dtype
 from blink_core.runtime import capture_writer
 from blink_core.runtime.capture_writer import CaptureWriter
 from blink_core.runtime.memory import OwnedMemory
+from tests.waiting import DEADLINE_S, until
 
 VOCAB, ROWS = 7, 4
 RECORD = record_dtype(VOCAB)
@@ -37,9 +37,7 @@ def offer(made: CaptureWriter, step: int, rows: int) -> None:
 
 
 def taken(made: CaptureWriter, step: int) -> None:
-    deadline = time.monotonic() + 20.0
-    while _native.load_acquire(made.memory.taken) != step:
-        assert time.monotonic() < deadline, f"step {step} not taken within 20 s"
+    until(lambda: _native.load_acquire(made.memory.taken) == step, f"step {step} not taken")
 
 
 class Disk:
@@ -99,21 +97,21 @@ def test_close_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 
     def stuck() -> None:
         writing.set()
-        assert goes_on.wait(20.0)
+        assert goes_on.wait(DEADLINE_S)
 
     made._file = Disk(made._file, 1 << 20, stuck)  # type: ignore[assignment]
     offer(made, 1, 1)
-    assert writing.wait(20.0)
+    assert writing.wait(DEADLINE_S)
     closing = threading.Thread(target=made.close, daemon=True)
     closing.start()
     try:
-        closing.join(10.0)
+        closing.join(DEADLINE_S / 2)
         assert not closing.is_alive(), "close waits for the disk"
         assert (closed, made._file.closed) == ([], False)
         assert any("have not been written" in r.getMessage() for r in caplog.records)
     finally:
         goes_on.set()
-    made._thread.join(20.0)
+    made._thread.join(DEADLINE_S)
     made.close()
     assert (len(closed), made._file.closed) == (2, True)
     assert np.fromfile(tmp_path / "c.bin", RECORD)["step"].tolist() == [1]

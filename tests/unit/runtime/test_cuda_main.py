@@ -7,7 +7,6 @@ import importlib.util
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from blink_core.runtime.cpu import HOLD_LIMIT_S, CpuRuntime, Plan, noop_step
 from blink_core.runtime.engine_health import HealthReader
 from blink_core.runtime.gpu_events import GpuEvent
 from blink_core.transport.shm import Segment, ShmTransport
+from tests.waiting import DEADLINE_S, until
 
 ARGUMENTS = ["--run-dir", "run", "--segment", "blink-x", "--slots", "16"]
 
@@ -68,12 +68,12 @@ def watched(folder: Path, step: Callable[[Plan], None], *limits: str) -> Iterato
         layouts = config.layouts()
         transport = ShmTransport(Segment(runtime.segment.name), layouts["Control"].nbytes, layouts["Ring"].nbytes)
         client = RingClient(transport, config)
-        client.attach(20.0)
+        client.attach(DEADLINE_S)
         yield runtime, client
     finally:
         watchdog.close()
         runtime.request_stop()
-        serving.join(20.0)
+        serving.join(DEADLINE_S)
         runtime.close()
 
 
@@ -96,7 +96,7 @@ def test_host_driven_step_that_does_not_end(tmp_path: Path, monkeypatch: pytest.
 
     def step(plan: Plan) -> None:
         if hung.is_set():
-            assert ended.wait(20.0), "nobody ended the engine"
+            assert ended.wait(DEADLINE_S), "nobody ended the engine"
         noop_step(plan)
 
     with watched(tmp_path, step, "--step-limit", "0.2") as (_, client):
@@ -104,7 +104,7 @@ def test_host_driven_step_that_does_not_end(tmp_path: Path, monkeypatch: pytest.
             assert not ended.wait(1.0)  # idle for twice the limit
             hung.set()
             submit(client)
-            assert ended.wait(20.0)
+            assert ended.wait(DEADLINE_S)
             failure = HealthReader(tmp_path).read().failure
             assert failure is not None
             assert failure.reason == "the step in flight stood still for 0.5 s"
@@ -121,7 +121,7 @@ def test_hold_is_no_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def step(plan: Plan) -> None:
         begun.set()
-        assert goes_on.wait(20.0)
+        assert goes_on.wait(DEADLINE_S)
         noop_step(plan)
 
     with watched(tmp_path, step, "--step-limit", "0.2") as (runtime, client):
@@ -137,8 +137,8 @@ def test_hold_is_no_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert not begun.is_set()
             assert not ended.wait(1.5), "ended in a hold"
             ask(runtime, "pause_release", second)
-            assert begun.wait(20.0)
-            assert ended.wait(20.0), "not looked at after the hold"
+            assert begun.wait(DEADLINE_S)
+            assert ended.wait(DEADLINE_S), "not looked at after the hold"
         finally:
             goes_on.set()
 
@@ -177,13 +177,6 @@ def test_end_of_a_lost_engine_needs_no_standard_error(tmp_path: Path, monkeypatc
     monkeypatch.setattr("blink_core.runtime.cuda_main.sys.stderr", SimpleNamespace(write=refuse, flush=refuse))
     runtime: Any = SimpleNamespace(status=lambda field: 0, segment=SimpleNamespace(close=refuse))
     watchdog = cuda_main.watch(own, args, runtime)
-    watchdog._thread.join(20.0)
+    watchdog._thread.join(DEADLINE_S)
     watchdog.close()
     assert ended == [cuda_main.EXIT_LOST]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.001)

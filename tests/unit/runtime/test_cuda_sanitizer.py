@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from blink_core.runtime.cuda_sanitizer import KvReporter
 from blink_core.runtime.descriptor import KV_COUNTERS
 from blink_core.runtime.kv_report import MAX_REPORTS, REPORT_RECORD, Mismatch
 from blink_core.runtime.memory import OwnedMemory
+from tests.waiting import DEADLINE_S, until
 
 SLOTS = 8
 REPORTS = KV_COUNTERS.index("reports")
@@ -38,9 +38,7 @@ def records(reporter: KvReporter) -> Any:
 def offer(reporter: KvReporter, number: int) -> None:
     """As kv_tags_end does, which waits until the host has taken them."""
     _native.store_release(reporter.memory.offered, number)
-    deadline = time.monotonic() + 20.0
-    while _native.load_acquire(reporter.memory.told + 8 * REPORTS) != number:
-        assert time.monotonic() < deadline, "not taken within 20 s"
+    until(lambda: _native.load_acquire(reporter.memory.told + 8 * REPORTS) == number, "not taken")
 
 
 def test_taken_reports_are_in_the_file(reporter: KvReporter, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,21 +110,21 @@ def test_close_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 
     def stuck(*_: object) -> None:
         writing.set()
-        assert goes_on.wait(20.0)
+        assert goes_on.wait(DEADLINE_S)
 
     monkeypatch.setattr(made._file, "add", stuck)
     records(made)["page_owner"] = -1
     _native.store_release(made.memory.offered, 1)
-    assert writing.wait(20.0)
+    assert writing.wait(DEADLINE_S)
     closing = threading.Thread(target=made.close, daemon=True)
     closing.start()
     try:
-        closing.join(10.0)
+        closing.join(DEADLINE_S / 2)
         assert not closing.is_alive(), "close waits for the disk"
         assert closed == []
         assert any("have not been written within 0.1 s" in r.getMessage() for r in caplog.records)
     finally:
         goes_on.set()
-    made._thread.join(20.0)
+    made._thread.join(DEADLINE_S)
     made.close()
     assert len(closed) == 3

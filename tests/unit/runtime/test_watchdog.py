@@ -28,8 +28,8 @@ from blink_core.runtime.gpu_events import (
     RecordedEvents,
 )
 from blink_core.runtime.watchdog import RECORDING, NoEvents, Watchdog
+from tests.waiting import DEADLINE_S, until
 
-DEADLINE_S = 20.0
 GPU = "0000:01:00.0"
 
 
@@ -61,13 +61,6 @@ def watching(
         yield dog, lost
     finally:
         dog.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.01)
 
 
 def recording(folder: Path, *events: GpuEvent) -> Path:
