@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -23,16 +24,19 @@ _STYLES = {
 
 
 class JournalReader:
-    """Reads the events that were appended to a journal since the last call."""
+    """Reads the events that were appended to a journal since the last call; of another journal in its place, all."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._file = self._offset = 0
 
     def events(self) -> list[dict[str, Any]]:
         """New whole lines as events; none while the file is not there."""
         try:
             with self._path.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                if found.st_ino != self._file or found.st_size < self._offset:  # replaced, or emptied and begun anew
+                    self._file, self._offset = found.st_ino, 0
                 stream.seek(self._offset)
                 data = stream.read()
         except FileNotFoundError:
