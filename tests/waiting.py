@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -22,6 +23,14 @@ def until(condition: Callable[[], Seen], what: str = "nothing came of it", deadl
         assert time.monotonic() < deadline, f"{what} ({deadline_s:g} s)"
         time.sleep(LOOK_S)
     return seen
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits to be reaped by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it may go between the opening and the reading
+        return True
 
 
 class Stalls:

@@ -24,8 +24,7 @@ from hil_rigs.gpu import sanitize, sanitize_warm
 from hil_rigs.gpu.all import ROOT
 from hil_rigs.gpu.sanitize import Found, Session, report
 from hil_rigs.gpu.sanitize_serve import LONG, LONG_TOKENS, LONGEST, PARTS, SERVES, TOOLS, workload
-
-DEADLINE_S = 30.0
+from tests.waiting import DEADLINE_S, ended, until
 
 
 def program(folder: Path, code: str) -> str:
@@ -43,11 +42,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def await_gone(pid: int) -> None:
-    gone = Path(f"/proc/{pid}/stat")
-    deadline = time.monotonic() + DEADLINE_S
-    while gone.exists() and gone.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, f"process {pid} lives on"
-        time.sleep(0.01)
+    until(lambda: ended(pid), f"process {pid} lives on")
 
 
 CLEAN = """
@@ -91,7 +86,7 @@ def test_a_run_that_is_cut_off_says_how_far_it_came(tmp_path: Path, capsys: pyte
     """Catches: a tool that hangs until the machine is taken away; a TIMEOUT of which nobody knows where; the program
     under the tool left on the GPU when the tool is killed."""
     begun = time.monotonic()
-    session = Session(program(tmp_path, HANGS), None, 1.5, tmp_path)
+    session = Session(program(tmp_path, HANGS), None, 8.0, tmp_path)
     found = session.one("memcheck", "dense")
     assert (found.status, found.reached, found.ok) == ("TIMEOUT", "step of mixed 96 (3.0 s)", False)
     assert time.monotonic() - begun < DEADLINE_S
@@ -105,9 +100,9 @@ def test_a_run_that_is_cut_off_says_how_far_it_came(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("script", "code"),
     [
-        ("sleep 60 & echo pid $!", None),
-        ("sleep 60 >/dev/null 2>&1 & echo pid $!", 0),
-        ("echo pid $$; exec sleep 60 >/dev/null 2>&1", None),
+        ("sleep 600 & echo pid $!", None),
+        ("sleep 600 >/dev/null 2>&1 & echo pid $!", 0),
+        ("echo pid $$; exec sleep 600 >/dev/null 2>&1", None),
     ],
     ids=["holds the output", "has left the output", "has closed its own"],
 )
@@ -117,7 +112,7 @@ def test_what_outlives_the_tool_neither_holds_it_nor_is_left(
     """Catches: a tool that ends before its program, which holds the output: a wait without a deadline, and nobody finds
     the program from its dead parent; one that is left on the GPU; a deadline that is over and is told as an end."""
     begun = time.monotonic()
-    session = Session("", None, 2.0)
+    session = Session("", None, 5.0)
     text, ended = session._run("memcheck", "dense", ["sh", "-c", script])
     assert time.monotonic() - begun < DEADLINE_S
     assert ended == code
@@ -132,7 +127,7 @@ def test_output_is_read_by_lines() -> None:
     for closed in (True, False):
         reading, writing = os.pipe()
         with open(reading, "rb"), open(writing, "wb", buffering=0) as pipe:
-            lines = sanitize.lines_until(reading, time.monotonic() + (DEADLINE_S if closed else 2.0))
+            lines = sanitize.lines_until(reading, time.monotonic() + (DEADLINE_S if closed else 5.0))
             pipe.write(b"AT imp\nSER")
             assert next(lines) == "AT imp\n"
             pipe.write(b"VED \xff\nlast")
@@ -159,10 +154,7 @@ def test_whoever_ends_the_group_ends_all_of_it(tmp_path: Path) -> None:
         try:
             assert stage.stdout is not None
             assert b"step of mixed 96" in stage.stdout.readline()
-            deadline = time.monotonic() + DEADLINE_S
-            while not Path(wrapped).read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(Path(wrapped).read_text, "the program under the tool was not begun")
         finally:
             os.killpg(stage.pid, signal.SIGKILL)
     await_gone(int(Path(wrapped).read_text()))

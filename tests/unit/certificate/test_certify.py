@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.unit.certificate.conftest import LATEST_S, WhenThere
-from tests.waiting import until
+from tests.waiting import ended, until
 from verification.certificate import certify as certifying
 from verification.certificate import replays
 from verification.certificate.certify import certify
@@ -161,14 +161,6 @@ def test_deadline_ends_the_run_and_everything_it_started(
     assert outcomes(out)["streaming/hang"] == "infrastructure"
     pid = int(file.read_text())
     until(lambda: ended(pid), "what the run had started still runs")
-
-
-def ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits to be reaped by whoever inherited it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_deadlines_in_seconds() -> None:
