@@ -39,15 +39,16 @@ class Stalls:
 
     TICK_S, USUAL_S = 0.01, 0.02
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
+        self._clock = clock
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def _tick(self) -> None:
-        last = time.monotonic()
+        last = self._clock()
         while not self._over.wait(self.TICK_S):
-            now = time.monotonic()
+            now = self._clock()
             late, last = now - last - self.TICK_S, now
             if late > self.USUAL_S:
                 self.seconds += late
