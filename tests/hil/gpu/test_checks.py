@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
