@@ -1,13 +1,11 @@
-"""Waits for what another thread or process does, and how much the machine itself was late meanwhile."""
+"""Waits for what another thread or process does."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 DEADLINE_S = 60.0  # for what takes milliseconds on a machine with nothing else to do
 LOOK_S = 0.005
@@ -31,34 +29,3 @@ def ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):  # it may go between the opening and the reading
         return True
-
-
-class Stalls:
-    """Seconds, while inside `with`, for which the machine did not let a thread run that only wanted to look at the
-    clock: what a bound in seconds is too late by is the machine's as far as that goes. `seconds` may be read inside."""
-
-    TICK_S, USUAL_S = 0.01, 0.02
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = 0.0
-        self._clock = clock
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, daemon=True)
-
-    def _tick(self) -> None:
-        last = self._clock()
-        while not self._over.wait(self.TICK_S):
-            now = self._clock()
-            late, last = now - last - self.TICK_S, now
-            if late > self.USUAL_S:
-                self.seconds += late
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join(DEADLINE_S)

@@ -19,8 +19,9 @@ from blink_core.frontend.epoch_word import number_of
 from blink_core.frontend.ring_client import RingClient
 from hil_rigs.description import load_rig
 from hil_rigs.local import LocalOptions, LocalRig
-from tests.waiting import DEADLINE_S, Stalls, until
+from tests.waiting import DEADLINE_S, until
 from verification.models.tiny import build_named
+from verification.stalls import Stalls
 
 MAX_LEN = 8192
 SIZES = {"pages": 2 + MAX_LEN // 16 + 64, "max_len": MAX_LEN, "slots": 16, "sq_entries": 64, "cq_entries": 64}

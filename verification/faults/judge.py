@@ -126,8 +126,10 @@ def _check_outcome(run: FaultRun) -> CheckResult:
     if bound is not None:
         if run.told_s is None:
             return _result(Verdict.UNKNOWN, "outcome", "when the victims were told was not measured")
-        if run.told_s > bound:
-            return _bad("outcome", f"the last victim was told after {run.told_s:.2f} s, the bound is {bound:g} s")
+        if run.told_s - run.stalled_s > bound:
+            stalled = f" ({run.stalled_s:.2f} s of them the machine stood still)" if run.stalled_s else ""
+            late = f"the last victim was told after {run.told_s:.2f} s{stalled}, the bound is {bound:g} s"
+            return _bad("outcome", late)
     return _result(Verdict.VALID, "outcome", f"victims ended as declared: {run.fault.expected}")
 
 

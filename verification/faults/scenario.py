@@ -21,6 +21,7 @@ from verification.faults.traffic import Call, HttpLane, RingLane, await_calls
 from verification.program import Program, RequestSpec, Shape, draw_program
 from verification.properties.kv_conservation import check_snapshot
 from verification.result import CheckResult
+from verification.stalls import Stalls
 
 END_WITHIN_S = 60.0
 VICTIMS, BYSTANDERS, ATTEMPTS = 2, 3, 3
@@ -78,7 +79,8 @@ class FaultRun:
     void: why all this decides nothing, by the fault's own look after the heal, else None.
     trouble: what kept the scenario from its end (an engine out of reach, a rig that did not heal), else None.
     told_s: seconds from injection to the last victim's end; None where victims are to finish or are told after the
-    heal, or one of them was told nothing. recovered_s: seconds from the heal until everyone was served.
+    heal, or one of them was told nothing. stalled_s: of these, seconds for which the machine ran nobody.
+    recovered_s: seconds from the heal until everyone was served.
     """
 
     plan: FaultPlan
@@ -93,6 +95,7 @@ class FaultRun:
     void: str | None = None
     trouble: str | None = None
     told_s: float | None = None
+    stalled_s: float = 0.0
     recovered_s: float = 0.0
 
     def observed(self) -> dict[str, Any]:
@@ -106,6 +109,7 @@ class FaultRun:
             "void": self.void,
             "trouble": self.trouble,
             "told_s": self.told_s,
+            "stalled_s": self.stalled_s,
             "recovered_s": self.recovered_s,
         }
 
@@ -125,7 +129,8 @@ class Scenario:
         site = Site(self.rig, lane=self.ring, rng=random.Random(plan.seed), pump=self.ring.pump)
         try:
             self._control(run)
-            self._faulted(run, site)
+            with Stalls() as stalls:
+                self._faulted(run, site, stalls)
         except (EngineUnreachable, ProtocolError, RingFull, TransportError, RigFailure) as error:
             run.trouble = f"{type(error).__name__}: {error}"
         finally:
@@ -151,9 +156,10 @@ class Scenario:
     def _bystanders(self, run: FaultRun, lanes: Sequence[str]) -> dict[str, list[Call]]:
         return {lane: [Call(f"{lane}-{i}", s) for i, s in enumerate(run.plan.bystanders)] for lane in lanes}
 
-    def _faulted(self, run: FaultRun, site: Site) -> None:
+    def _faulted(self, run: FaultRun, site: Site, stalls: Stalls) -> None:
         fault = run.fault
         victims, struck = self._strike(run, site)
+        stalled = stalls.seconds
         others = self._bystanders(run, _untouched(fault))
         calls = [call for group in others.values() for call in group]
         run.faulted |= {call.name: call for call in calls}
@@ -171,6 +177,7 @@ class Scenario:
         told_before = End.FINISHED not in fault.ends and not fault.told_after_heal
         if told_before and await_calls(victims, self.ring, struck + END_WITHIN_S):
             run.told_s = max(call.ended_at for call in victims) - struck
+            run.stalled_s = stalls.seconds - stalled
         healed = time.monotonic()
         fault.heal(site)
         run.void = fault.void(site)

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from tests.waiting import DEADLINE_S, Stalls, ended, until
+from tests.waiting import DEADLINE_S, ended, until
+from verification.stalls import Stalls
 
 
 def test_until_gives_what_came_or_says_what_did_not() -> None:

@@ -113,12 +113,15 @@ def killed() -> FaultRun:
     return run
 
 
-@pytest.mark.parametrize(("told_s", "verdict"), [(0.4, "valid"), (1.01, "invalid"), (None, "unknown")])
-def test_an_engines_death_is_told_in_time(told_s: float | None, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("told_s", "stalled_s", "verdict"),
+    [(0.4, 0.0, "valid"), (1.01, 0.0, "invalid"), (None, 0.0, "unknown"), (2.0, 1.1, "valid"), (2.2, 1.1, "invalid")],
+)
+def test_an_engines_death_is_told_in_time(told_s: float | None, stalled_s: float, verdict: str) -> None:
     """Catches: clients that hear of their engine's death late, or whose delay nobody measured, and the run passes; a
     measurement that is not reported with its bound."""
     run = killed()
-    run.told_s = told_s
+    run.told_s, run.stalled_s = told_s, stalled_s
     result = check(run)
     assert result.verdict == verdict, result
     assert result.ok() or result.clause == "outcome"
