@@ -57,14 +57,23 @@ def certify_shards(
         for name, folder in folders.items()
     }
     _say(f"{count} shards, {jobs} at once; their output is in {out / PARTS}/N.log")
+    earlier = {name: _stamp(folder) for name, folder in folders.items()}
+
+    def told(name: str) -> bool:
+        """Whether the shard wrote a report: one that refuses leaves that of an earlier run, of another seed maybe."""
+        return _stamp(folders[name]) not in (None, earlier[name])
 
     def ended(name: str, code: int, seconds: float) -> None:
-        _say(f"shard {name}/{count}: {_word(folders[name])} (exit {code}), {seconds:.0f} s")
+        word = _word(folders[name]) if told(name) else "no report"
+        _say(f"shard {name}/{count}: {word} (exit {code}), {seconds:.0f} s")
 
     with interruptible() as interrupted:
         run_fleet(commands, jobs, out / PARTS, interrupted, ended)
         if interrupted.is_set():
             return show_refusal(f"{INTERRUPTED}; the same command goes on with what is left", as_json)
+    if silent := [name for name in names if not told(name)]:
+        logs = ", ".join(str(out / PARTS / f"{name}.log") for name in silent)
+        return show_refusal(f"no report of this run from shards {', '.join(silent)} of {count}; see {logs}", as_json)
     try:
         built = join(list(folders.values()), out / WHOLE, key, sys.argv)
     except (JoinError, KeyFileError, output.OutputError, OSError) as error:
@@ -89,6 +98,15 @@ def _refused(rig: str, profile: str, out: Path, seed: str | None, count: int, jo
     if out.exists() and not out.is_dir():
         return f"{out} is no folder"
     return None
+
+
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    """What differs between one writing of a shard's report and the next."""
+    try:
+        found = (folder / output.REPORT).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _word(folder: Path) -> str:

@@ -154,7 +154,7 @@ def test_all_shards_by_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Catches: a shard that is not run or not joined, a joined run that cannot be verified, a shard's failure that the
-    joined verdict does not have, a missing report that is taken for a pass."""
+    joined verdict does not have, a missing report that is taken for a pass, and so is one of an earlier run."""
     from verification.certificate import provenance
 
     monkeypatch.setattr(provenance, "sources_digest", lambda: "ab" * 32)
@@ -169,6 +169,13 @@ def test_all_shards_by_one_command(
     assert verify(out / WHOLE).valid
     tests = json.loads((out / WHOLE / REPORT).read_text())["tests"]
     assert {test["outcome"] for test in tests} == {"passed"}
+    # Another seed in the same folder: the shards refuse, and what they left for the first one is no answer to this.
+    words[-1] = "8"
+    assert certify_shards(words, "local", "smoke", out, "8", 3, 2, command=command) == 2
+    said = capfd.readouterr()
+    assert "no report of this run from shards 1, 2, 3 of 3" in said.err
+    assert said.out.splitlines()[-1] == "verdict: could not run (exit 2)"
+    assert "seed was 7 and is 8" in (out / PARTS / "1.log").read_text()
     (out / PARTS / "2" / REPORT).unlink()
     # What stands for `blink` leaves nothing now: the reports of the two others do not make a whole.
     assert certify_shards(words, "local", "smoke", out, "7", 3, 2, command=(sys.executable, "-c", "exit(2)")) == 2
