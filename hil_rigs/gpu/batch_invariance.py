@@ -10,7 +10,8 @@ preemption, and in small chunks. They are compared bit by bit. And operations, e
 mode of the element type goes through the same, where bits must differ.
 
 Each part is a process with a deadline, all are over within `--limit`, and what a part found until then is kept and
-told. A call with the `--out` of an earlier one, of the same sources, goes on: what was finished is not run again.
+told. A call with the `--out` of an earlier one, of the same sources and sizes, goes on: what was finished is not run
+again.
 Exit status: 0 all equal, 1 a difference or a failure, 2 not all parts were finished, without a difference so far.
 """
 
@@ -452,7 +453,7 @@ def main(arguments: list[str] | None = None) -> int:
     over = time.monotonic() + options.limit
     paths = sorted(p for p in options.models.glob("*") if (p / "config.json").exists() or p.suffix == ".gguf")
     names = parts_of(options.dtypes.split(","), paths, skip_cost=options.skip_cost)
-    now = digest()
+    now = f"{digest()}, {options.launch}, {options.layers} layers, {options.rounds} rounds"
     done = earlier(options.out, now)
     record: dict[str, Any] = {"digest": now, "parts": {name: done[name] for name in names if name in done}}
     for name in names:

@@ -90,7 +90,7 @@ def test_a_run_goes_on_where_it_ended(
     apart: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches: what was measured run again; a part that did not end, or found a difference, taken for done; what it
-    found until then lost; results of other sources."""
+    found until then lost; results of other sources; the cost of two layers taken for that of the whole shape."""
     out = tmp_path / "out.json"
     arguments = ["--models", str(tmp_path), "--dtypes", "bfloat16", "--out", str(out)]
     apart[ALL[1]] = {"wrong": [], "finished": False, "status": "not over after 9 s", "seconds": 9.0, "rows": {"a": 7}}
@@ -108,6 +108,10 @@ def test_a_run_goes_on_where_it_ended(
     apart["ran"].clear()
     assert main(arguments) == 0
     assert apart["ran"] == [ALL[1]]
+    for other in (["--layers", "2"], ["--launch", "tail"]):
+        apart["ran"].clear()
+        assert main([*arguments, *other]) == 0
+        assert apart["ran"] == ALL
     monkeypatch.setattr(batch_invariance, "digest", lambda: "other")
     apart["ran"].clear()
     assert main(arguments) == 0
