@@ -159,7 +159,6 @@ class Scenario:
     def _faulted(self, run: FaultRun, site: Site, stalls: Stalls) -> None:
         fault = run.fault
         victims, struck = self._strike(run, site)
-        stalled = stalls.seconds
         others = self._bystanders(run, _untouched(fault))
         calls = [call for group in others.values() for call in group]
         run.faulted |= {call.name: call for call in calls}
@@ -176,8 +175,8 @@ class Scenario:
             run.wrong = f"{', '.join(waiting)} had not ended {END_WITHIN_S:g} s after the injection, while it lasted"
         told_before = End.FINISHED not in fault.ends and not fault.told_after_heal
         if told_before and await_calls(victims, self.ring, struck + END_WITHIN_S):
-            run.told_s = max(call.ended_at for call in victims) - struck
-            run.stalled_s = stalls.seconds - stalled
+            told = max(call.ended_at for call in victims)
+            run.told_s, run.stalled_s = told - struck, stalls.between(struck, told)  # later ones are no excuse
         healed = time.monotonic()
         fault.heal(site)
         run.void = fault.void(site)

@@ -46,3 +46,30 @@ def test_stall_is_counted() -> None:
         now[0] += 1.0
         until(lambda: stalls.seconds)
     assert stalls.seconds == pytest.approx(1.0 - Stalls.TICK_S)
+
+
+def test_stall_is_told_to_whoever_runs_first_behind_it() -> None:
+    """Catches: a stall that is over and not counted yet, because the thread that counts it runs after the one that asks
+    how late it is; one that counts twice; time after the end."""
+    now = [100.0]
+    stalls = Stalls(lambda: now[0])  # whose thread does not come to run
+    stalls._look()
+    now[0] += 1.0
+    assert stalls.seconds == pytest.approx(1.0 - Stalls.TICK_S)
+    stalls._look(last=True)
+    now[0] += 1.0
+    assert stalls.seconds == pytest.approx(1.0 - Stalls.TICK_S)
+
+
+def test_stall_at_another_time_is_no_excuse() -> None:
+    """Catches: a machine that stood still before a fault, or after its victims were told, taken for why they were told
+    late."""
+    now = [100.0]
+    stalls = Stalls(lambda: now[0])
+    for at in (100.0, 103.0, 103.01, 106.0):  # stands still from 100 to 103, and from 103.01 to 106
+        now[0] = at
+        stalls._look()
+    assert stalls.between(0.0, 100.01) == 0.0
+    assert stalls.between(103.0, 103.02) == 0.0
+    assert stalls.between(102.0, 103.52) == pytest.approx(1.5)
+    assert stalls.between(106.0, 200.0) == 0.0
