@@ -278,12 +278,17 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"give a name, and parts of {', '.join(PARTS)}" + (f", not {unknown}" if options.name else ""))
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     path = options.out / f"{options.name}.json"
+    try:
+        facts = machine()
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     record: dict[str, Any] = {
         "schema_version": 1,
         "name": options.name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit_of(options.commit),
-        "machine": machine(),
+        "machine": facts,
         "sources": {"digest": sources_digest(), "files": len(covered_files()), "patterns": COVERED},
         "parts": {},
     }

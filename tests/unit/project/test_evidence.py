@@ -191,3 +191,18 @@ def test_parts_of_other_sources_or_machines_are_not_merged(
     monkeypatch.setattr(evidence, "machine", lambda: {"gpu": "H", "driver": "2", "cuda_driver": 13000})
     assert evidence.main(["h", "--out", str(tmp_path), "--merge"]) == 2
     assert (tmp_path / "h.json").read_bytes() == before
+
+
+def test_a_machine_without_a_gpu_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a record of a machine that nothing could be asked of, begun or overwritten; exit status 1, which says
+    that parts were run, and a traceback in place of the reason."""
+
+    def refuse() -> dict[str, Any]:
+        raise RuntimeError("facts of the machine: there is no usable GPU")
+
+    monkeypatch.setattr(evidence, "machine", refuse)
+    assert evidence.main(["h", "--out", str(tmp_path)]) == 2
+    assert "there is no usable GPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
