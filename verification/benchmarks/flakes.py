@@ -27,7 +27,7 @@ from verification.certificate.certify import certify
 from verification.certificate.collector import DESELECTED
 from verification.certificate.fleet import follow_parent, run_fleet
 from verification.certificate.outcomes import Outcome
-from verification.certificate.output import REPORT
+from verification.certificate.output import REPORT, stamp
 from verification.certificate.supervise import INTERRUPTED, interruptible
 
 EXPECTED = (Outcome.PASSED, Outcome.FILTERED)
@@ -153,11 +153,10 @@ def _run(tally: Tally, chosen: argparse.Namespace, seed: int, signals: _Signals)
     out = chosen.out / f"seed-{seed}"
     started, text = time.monotonic(), io.StringIO()
     more = () if chosen.select is None else ("-k", chosen.select)
-    made = False
+    earlier = stamp(out)
     with contextlib.redirect_stdout(text), signals.breaking():
         certify(chosen.rig, chosen.model, chosen.profile, out, seed, as_json=True, pytest_arguments=more)
-        made = (out / REPORT).is_file()  # an earlier one's, where a signal came before this run had begun
-    if made:
+    if stamp(out) not in (None, earlier):  # where it was refused, or a signal came before, an earlier one's is left
         tally.add(seed, json.loads((out / REPORT).read_text(encoding="utf-8")))
     else:
         tally.unmade.append(seed)

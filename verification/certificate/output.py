@@ -61,6 +61,16 @@ def prepare(folder: Path, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """What differs between one writing of the folder's report and the next; None where there is none. Whoever starts a
+    run that may be refused tells by it whether what lies there is an earlier one's."""
+    try:
+        found = (folder / REPORT).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def lock_name(folder: Path) -> str:
     """Name of the lock that keeps two runs out of one output folder."""
     return f"out-{sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"

@@ -57,11 +57,11 @@ def certify_shards(
         for name, folder in folders.items()
     }
     _say(f"{count} shards, {jobs} at once; their output is in {out / PARTS}/N.log")
-    earlier = {name: _stamp(folder) for name, folder in folders.items()}
+    earlier = {name: output.stamp(folder) for name, folder in folders.items()}
 
     def told(name: str) -> bool:
         """Whether the shard wrote a report: one that refuses leaves that of an earlier run, of another seed maybe."""
-        return _stamp(folders[name]) not in (None, earlier[name])
+        return output.stamp(folders[name]) not in (None, earlier[name])
 
     def ended(name: str, code: int, seconds: float) -> None:
         word = _word(folders[name]) if told(name) else "no report"
@@ -98,15 +98,6 @@ def _refused(rig: str, profile: str, out: Path, seed: str | None, count: int, jo
     if out.exists() and not out.is_dir():
         return f"{out} is no folder"
     return None
-
-
-def _stamp(folder: Path) -> tuple[int, int] | None:
-    """What differs between one writing of a shard's report and the next."""
-    try:
-        found = (folder / output.REPORT).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _word(folder: Path) -> str:

@@ -83,6 +83,17 @@ def test_finished_runs_are_counted_once_each(
     assert main(folders) == 2
 
 
+def test_a_refused_run_is_not_an_earlier_ones(
+    tmp_path: Path, make_report: MakeReport, records: list[TestRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: runs that cannot start in a folder of earlier ones, all of which are counted as passed."""
+    run = tmp_path / "seed-3"
+    run.mkdir()
+    (run / REPORT).write_text(json.dumps(make_report(records)), encoding="utf-8")
+    assert main(["--runs", "1", "--first-seed", "3", "--out", str(tmp_path), "--profile", "none-such"]) == 2
+    assert "seed 3: the run left no report" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_runs(tmp_path: Path, number: signal.Signals) -> None:
     """Catches: a signal that ends one run and lets the next ones follow, a pytest that is left behind, what had been
