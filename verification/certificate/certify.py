@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from blink_core.model_store import ModelStoreError, resolve
+from hil_rigs.description import load_rig
 from hil_rigs.locks import LockError, OwnedLock
 from hil_rigs.scratch import Scratch
 from verification.agreement_record import read as read_agreement
@@ -37,6 +40,8 @@ from verification.certificate.supervise import (
     supervise,
 )
 from verification.run_context import RunContext, new_run_id, parse_seed
+
+PROBE, PROBE_S = (sys.executable, "-m", "verification.cli", "rig", "probe"), 120.0
 
 
 class CannotRun(Exception):
@@ -189,7 +194,24 @@ def _unusable(options: Options) -> str | None:
     """Why the suite cannot be started although rig and profile are known; None when it can."""
     if not options.suite.is_dir():
         return f"the suite {options.suite} does not exist"
-    return _unusable_model(options.model)
+    return _unusable_model(options.model) or _unusable_gpu(options.rig)
+
+
+def _unusable_gpu(rig: str) -> str | None:
+    """Why no engine of a rig with a GPU can start here, which else every test would say for itself.
+
+    A process of its own looks: whoever asks for a GPU's memory keeps a context there."""
+    if "gpu" not in load_rig(rig).capabilities:
+        return None
+    try:
+        done = subprocess.run(
+            [*PROBE, rig, "--json"], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+        findings = json.loads(done.stdout)["capabilities"]
+        detail = next((f["detail"] for f in findings if f["name"] == "gpu" and not f["available"]), None)
+    except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError) as error:
+        detail = f"`blink rig probe {rig}` says nothing ({type(error).__name__})"
+    return None if detail is None else f"no GPU for rig {rig}: {detail}"
 
 
 def _unusable_model(model: str | None) -> str | None:

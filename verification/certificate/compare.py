@@ -85,6 +85,8 @@ class Comparison:
 
 def load(path: Path) -> tuple[Path, dict[str, Any]]:
     """Folder and report of a run, by its folder or any file in it. Raises CompareError."""
+    if not path.exists():
+        raise CompareError(f"{path} does not exist")
     folder = path if path.is_dir() else path.parent
     try:
         report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verification.mutants.model import CLASSES, Mutant, RegistryError, by_name, load
+from verification.mutants.model import CLASSES, PLACES, Mutant, RegistryError, by_name, load
 
 if TYPE_CHECKING:
     from verification.mutants.matrix import ClassResult, Verdict
@@ -33,6 +33,8 @@ def _chosen(classes: list[str] | None, names: list[str] | None, where: str | Non
     for cls in classes or ():
         if cls not in CLASSES:
             raise _fail(f"--class {cls}: the classes are {', '.join(CLASSES)}")
+    if where not in (None, *PLACES):
+        raise _fail(f"--where {where}: one of {', '.join(PLACES)}")
     try:
         mutants = [by_name(name) for name in names] if names else list(load())
     except RegistryError as error:
@@ -85,6 +87,8 @@ def run_command(
     from verification.mutants.weave import BuildFailed
 
     part, parts = _parts(shard or "1/1")
+    if where == "cuda":
+        raise _fail("--where cuda: these run on a GPU only, by python -m hil_rigs.gpu.all --stages 'mutants-*'")
     selected = [m for m in _chosen(classes, names, where)[part - 1 :: parts] if m.where != "cuda"]
     if not selected:
         raise _fail("no mutant is selected")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -38,6 +38,8 @@ CLASSES: dict[str, str] = {  # as in the fault corpus
     "N": "numeric batch invariance",
     "V": "integer width",
 }
+Where = Literal["native", "python", "cuda"]
+PLACES: tuple[str, ...] = get_args(Where)
 _WITHIN_LINES = 60
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same language, ten times as fast
 
@@ -74,7 +76,7 @@ class Mutant(BaseModel):
     cls: Annotated[str, Field(alias="class", pattern=r"^[A-Z]$")]
     corpus: tuple[Annotated[str, Field(pattern=r"^[A-Z][0-9]{2}$")], ...] = ()
     summary: _Text
-    where: Literal["native", "python", "cuda"]
+    where: Where
     file: _Text
     old: _Text
     new: Annotated[str, StringConstraints(max_length=8000)]

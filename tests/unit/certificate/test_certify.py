@@ -203,6 +203,24 @@ def test_unknown_model_is_refused_with_a_report(tmp_path: Path, capfd: pytest.Ca
     assert verify(out).verdict == "could not run"
 
 
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ('{"capabilities": [{"name": "gpu", "available": false, "detail": "there is no GPU"}]}', "there is no GPU"),
+        ("Segmentation fault", "`blink rig probe gpu` says nothing (JSONDecodeError)"),
+    ],
+)
+def test_machine_without_a_gpu_is_refused_with_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, says: str, reason: str
+) -> None:
+    """Catches: a GPU that is not there found out by each test of the suite (once 278 lines, none of which said so)."""
+    monkeypatch.setattr(certifying, "PROBE", (sys.executable, "-c", f"print({says!r})"))
+    out = tmp_path / "out"
+    assert certify("gpu", None, "smoke", out, suite=write(tmp_path / "suite", PASSING), as_json=True) == 2
+    assert json.loads(capfd.readouterr().out)["reasons"][0] == f"no GPU for rig gpu: {reason}"
+    assert verify(out).verdict == "could not run"
+
+
 def test_empty_suite_does_not_pass(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches: zero tests taken for zero failures."""
     (tmp_path / "suite").mkdir()

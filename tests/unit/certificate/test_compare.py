@@ -64,6 +64,8 @@ def test_what_got_worse_is_named(tmp_path: Path, make_report: MakeReport) -> Non
     assert compare(old, old).ok
     with pytest.raises(CompareError, match=r"report\.json"):
         compare(old, tmp_path)
+    with pytest.raises(CompareError, match="nowhere does not exist"):  # a wrong name, not a file in the folder above it
+        compare(tmp_path / "nowhere", old)
 
 
 def test_each_thing_for_the_worse_is_told_and_not_ok(

@@ -1,0 +1,24 @@
+"""`blink mutants`: what it is asked for wrongly."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from verification.mutants.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("list", "--where", "c++"), "--where c++: one of native, python, cuda"),
+        (("run", "--where", "c++"), "--where c++: one of native, python, cuda"),
+        (("run", "--where", "cuda"), "these run on a GPU only"),
+        (("list", "--class", "Z"), "--class Z: the classes are Q, R, K"),
+    ],
+)
+def test_wrong_choice_is_refused_with_what_there_is(arguments: tuple[str, ...], message: str) -> None:
+    """Catches: a misspelt choice answered with an empty list and exit 0, or with nothing but that none is selected."""
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 2
+    assert message in done.output
