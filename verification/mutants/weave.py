@@ -228,7 +228,7 @@ def compile_module(folder: Path, *options: str) -> None:
     try:
         import ninja
     except ImportError as error:
-        raise BuildFailed("building needs cmake and ninja: pip install 'blink-hil[dev]'") from error
+        raise BuildFailed("building needs cmake and ninja: `make install-dev` brings them") from error
     tool = f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}"
     here = ("-S", str(PRODUCT), "-B", str(folder), "-G", "Ninja", tool, f"-DPython_EXECUTABLE={sys.executable}")
     run(sys.executable, "-m", "cmake", *here, "-DCMAKE_BUILD_TYPE=Release", *options)

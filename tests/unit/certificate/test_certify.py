@@ -217,7 +217,7 @@ def test_machine_without_a_gpu_is_refused_with_a_report(
     monkeypatch.setattr(certifying, "PROBE", (sys.executable, "-c", f"print({says!r})"))
     out = tmp_path / "out"
     assert certify("gpu", None, "smoke", out, suite=write(tmp_path / "suite", PASSING), as_json=True) == 2
-    assert json.loads(capfd.readouterr().out)["reasons"][0] == f"no GPU for rig gpu: {reason}"
+    assert json.loads(capfd.readouterr().out)["reasons"][0] == f"session: no GPU for rig gpu: {reason}"
     assert verify(out).verdict == "could not run"
 
 

@@ -1,10 +1,14 @@
-"""`blink mutants`: what it is asked for wrongly."""
+"""`blink mutants`: what it is asked for wrongly, or without what it needs."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from verification.mutants import weave
 from verification.mutants.cli import app
 
 
@@ -22,3 +26,11 @@ def test_wrong_choice_is_refused_with_what_there_is(arguments: tuple[str, ...], 
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_what_a_build_needs_is_told_with_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: after `make certify` alone, advice to fetch by name a package that no index has."""
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(weave.BuildFailed, match="`make install-dev`"):
+        weave.build([], tmp_path)
+    assert "\ninstall-dev:" in (weave.PRODUCT / "Makefile").read_text(encoding="utf-8")
