@@ -77,7 +77,7 @@ def _read(folders: Sequence[Path]) -> Shards:
         try:
             checked = verify(folder)
         except FileNotFoundError as error:
-            raise JoinError(f"{folder}: {error}") from error
+            raise JoinError(str(error)) from error  # it names the folder
         if not checked.valid:
             raise JoinError(f"{folder} is not intact: {'; '.join(checked.problems)}")
         found = json.loads((folder / output.REPORT).read_text(encoding="utf-8"))

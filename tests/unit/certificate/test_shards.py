@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,9 @@ def test_interrupted_shard_goes_on_and_all_shards_make_one_certificate(
         join([outs[0], outs[0]], tmp_path / "twice")
     with pytest.raises(JoinError, match="no shard of one"):
         join([tmp_path / "whole"], tmp_path / "again")
+    absent = tmp_path / "absent"
+    with pytest.raises(JoinError, match=f"^{re.escape(str(absent))} does not exist$"):
+        join([outs[0], absent], tmp_path / "less")
     page = outs[1] / output.PAGE
     page.write_text(page.read_text(encoding="utf-8") + " ", encoding="utf-8")
     with pytest.raises(JoinError, match=r"is not intact.*report\.html was changed"):
