@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from verification.mutants import weave
 from verification.mutants.cli import app
+from verification.mutants.model import PRODUCT
 
 
 @pytest.mark.parametrize(
@@ -33,4 +34,4 @@ def test_what_a_build_needs_is_told_with_what_brings_it(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "ninja", None)
     with pytest.raises(weave.BuildFailed, match="`make install-dev`"):
         weave.build([], tmp_path)
-    assert "\ninstall-dev:" in (weave.PRODUCT / "Makefile").read_text(encoding="utf-8")
+    assert "\ninstall-dev:" in (PRODUCT / "Makefile").read_text(encoding="utf-8")
