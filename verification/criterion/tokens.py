@@ -4,7 +4,8 @@ For row i over the vocabulary v, with ``b`` the engine's float32 logits, ``h`` H
 
 * row error ``E_i = sqrt(mean_v (b - r)^2)``; ``H_i`` the same for ``h``. Yardstick ``Y`` = p99 of H over the rows.
   A row passes if ``E_i <= k max(Y, H_i)``, whether its token was greedy or sampled: where float32 loses more than it
-  mostly does, any correct run may. Faults do not move H.
+  mostly does, any correct run may. Faults do not move H. Where one run of h may have been lucky H and B are the largest
+  of several (`properties/own_error.py`).
 * the row's measured error bound ``B_i = max_v |h - r|``: the largest error of HuggingFace float32 on this row. The
   maximum, not the RMS: if each logit of a run is within B of the truth then the token that this run ranks first has a
   true regret of at most 2B, so a larger regret cannot come from errors of the measured size, while an RMS bound would

@@ -44,6 +44,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
+TAILS = (1, 2, 3, 5, 9)  # tokens of a second call: matrix kernels of the CPU differ for so few
+
+
 class OracleError(RuntimeError):
     """The oracle cannot load the model, or was asked for something outside its limits."""
 
@@ -236,6 +239,38 @@ class HFOracle:
                 results[index] = run
                 self._remember(run)
         return [results[index] for index in range(len(keys))]
+
+    def in_other_orders(self, ids: Sequence[int], position: int) -> list[Forward]:
+        """The row of one position again, added up in other orders: what float32 loses in it differs from run to run.
+
+        The tokens up to it go through the model in two calls over one cache, TAILS of them in the second, so that other
+        kernels multiply. Each result holds that row alone: logits [1, vocab], k and v [layers, 1, heads, head_dim].
+        Nothing for models whose cache forgets (sliding windows) or whose frequencies depend on the length (LongRoPE):
+        two calls would not be the same function of the tokens.
+        """
+        key = self._checked(ids)
+        if not 0 <= position < len(key):
+            raise OracleError(f"position {position} is outside a sequence of {len(key)} tokens")
+        kinds = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
+        if (
+            self.rope_switch is not None
+            or kinds != {"full_attention"}
+            or getattr(self._model.config, "sliding_window", None)
+        ):
+            return []
+        cuts = sorted({max(0, position + 1 - tail) for tail in TAILS})
+        return [self._in_two(key[: position + 1], cut) for cut in cuts]
+
+    def _in_two(self, key: tuple[int, ...], cut: int) -> Forward:
+        tokens = torch.tensor([key], device=self.device)
+        with self._running():
+            cache = transformers.DynamicCache()
+            if cut:
+                cache = _cache_of(self._model(input_ids=tokens[:, :cut], past_key_values=cache, use_cache=True))
+            out = self._model(input_ids=tokens[:, cut:], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        layers = _cache_of(out).layers
+        k, v = (_stack([_array(getattr(x, part)[0, :, -1:]) for x in layers]) for part in ("keys", "values"))
+        return Forward(key, len(key) - 1, _array(out.logits[0]).copy(), k, v)
 
     def generate(self, ids: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
         """Up to ``n`` greedy tokens after ``ids`` by HuggingFace's ``generate``, the end-of-sequence token included."""

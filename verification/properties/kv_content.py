@@ -15,6 +15,7 @@ from hil_rigs.engine_memory import EngineMemory, StateSnapshot
 from verification.criterion import KVScores, judge_kv, score_kv
 from verification.history import History
 from verification.oracles.hf import HFOracle
+from verification.properties.own_error import measured_kv
 from verification.result import JSON, CheckResult, Verdict
 from verification.thresholds import KVThresholds
 
@@ -93,13 +94,12 @@ def score(rows: Sequence[Gathered], hf64: HFOracle, hf32: HFOracle) -> KVScores:
     parts = []
     for row in rows:
         ids = row.tokens.tolist()
-        parts.append(
-            score_kv(
-                k=row.k,
-                v=row.v,
-                hf64=hf64.kv(ids),
-                hf32=hf32.kv(ids),
-                name={"slot": row.slot, "generation": row.generation},
-            )
+        scored = score_kv(
+            k=row.k,
+            v=row.v,
+            hf64=hf64.kv(ids),
+            hf32=hf32.kv(ids),
+            name={"slot": row.slot, "generation": row.generation},
         )
+        parts.append(measured_kv(scored, ids, hf64, hf32))
     return KVScores.concatenate(parts)

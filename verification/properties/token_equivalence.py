@@ -24,6 +24,7 @@ from verification.masks import allowed_ids
 from verification.oracles.hf import HFOracle
 from verification.oracles.sampler import Agreement, SampledRow, compare, raw_greedy
 from verification.program import RequestSpec
+from verification.properties.own_error import measured_tokens
 from verification.result import JSON, CheckResult, Measurement, Verdict
 from verification.thresholds import SamplingThresholds, TokenThresholds
 
@@ -158,8 +159,9 @@ def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOrac
         sequences.append([*prompt, *history.tokens_of(s)[:-1]])
         starts.append(len(prompt) - 1)
     parts = []
-    for s, start, r64, r32 in zip(
+    for s, ids, start, r64, r32 in zip(
         requests,
+        sequences,
         starts,
         hf64.forward_many(sequences, start=starts),
         hf32.forward_many(sequences, start=starts),
@@ -170,14 +172,13 @@ def score(history: History, rows: dict[Key, Array], hf64: HFOracle, hf32: HFOrac
             [rows[history.ring, s.slot, s.generation, start + 1 + i]["logits"] for i in range(len(tokens))]
         )
         spec = history.program.requests[s.request]
-        parts.append(
-            score_tokens(
-                logits=logits,
-                hf64=r64.logits,
-                hf32=r32.logits,
-                emitted=tokens,
-                greedy=[raw_greedy(row_of(spec, tokens[:i], logits[i], tokens[i])) for i in range(len(tokens))],
-                names=[{"request": s.request, "index": i} for i in range(len(tokens))],
-            )
+        scored = score_tokens(
+            logits=logits,
+            hf64=r64.logits,
+            hf32=r32.logits,
+            emitted=tokens,
+            greedy=[raw_greedy(row_of(spec, tokens[:i], logits[i], tokens[i])) for i in range(len(tokens))],
+            names=[{"request": s.request, "index": i} for i in range(len(tokens))],
         )
+        parts.append(measured_tokens(scored, ids, start, r64.logits, hf32))
     return parts
