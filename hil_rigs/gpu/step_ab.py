@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blink_core.ops.cuda_variants import Variants
 
 if TYPE_CHECKING:
-    from hil_rigs.gpu.stack import Stack
+    from hil_rigs.gpu.stack import Stack, Step
 
 BESIDE = Variants(attention_stages=(2, 3), leave=True)  # attention's blocks fit beside the product before
 JOINED = replace(BESIDE, join_rope=True, ring=16)  # and beside the one behind, which follows the QKV product at once
@@ -97,6 +98,7 @@ def compare(stack: Stack, step: str, names: Sequence[str], rounds: int, reserved
     """Every variant of one step over the weights of ``stack``, whose operations are base's."""
     import cupy as cp
 
+    from blink_core.ops.cuda_capture import captured, in_turn
     from blink_core.ops.cuda_ops import CudaOps
     from hil_rigs.gpu.ops_timing import tune
     from hil_rigs.gpu.stack import Step
@@ -131,28 +133,21 @@ def compare(stack: Stack, step: str, names: Sequence[str], rounds: int, reserved
             parts = [work.logits, *(pool.reshape(-1, *pool.shape[2:])[work.slots]
                                     for layer in stack.layers for pool in (layer.k, layer.v))]  # fmt: skip
             bits[name] = b"".join(cp.asnumpy(part).tobytes() for part in parts)
-            stream.begin_capture()
-            for _ in range(REPLAYS):
-                work.run()
-            graphs[name] = stream.end_capture()
-            graphs[name].launch(stream)
-            stream.synchronize()
+        graphs[name] = captured(stream, partial(_repeat, work))
         kept.append(work)
     us: dict[str, list[float]] = {name: [] for name in names}
     order = rounds_of(names, rounds)
-    with stream:
-        for name in names:  # warm
-            graphs[name].launch(stream)
-        events = [cp.cuda.Event() for _ in range(len(order) + 1)]
-        events[0].record(stream)
-        for name, event in zip(order, events[1:], strict=True):
-            graphs[name].launch(stream)
-            event.record(stream)
-        events[-1].synchronize()
-    for i, name in enumerate(order):
-        us[name].append(cp.cuda.get_elapsed_time(events[i], events[i + 1]) * 1e3 / REPLAYS)
+    run = in_turn(stream, graphs)
+    run(names)  # warm
+    for name, took in zip(order, run(order), strict=True):
+        us[name].append(took / REPLAYS)
     for name in names:
         yield Found(step, name, us[name], bits[name] == bits["base"])
+
+
+def _repeat(work: Step) -> None:
+    for _ in range(REPLAYS):
+        work.run()
 
 
 def measure(steps: Sequence[str], names: Sequence[str], rounds: int, reserved: int) -> Iterator[Found]:
