@@ -200,9 +200,14 @@ def test_the_environment_is_the_engines(tmp_path: Path) -> None:
     """Catches: an environment of which values with '=' or empty ones are lost; a process that is gone taken for one
     without variables."""
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"CUDA_VISIBLE_DEVICES": "1", "A": "b=c", "E": ""}
+        [sys.executable, "-c", "print('up', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"CUDA_VISIBLE_DEVICES": "1", "A": "b=c", "E": ""},
     ) as child:
         try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"up\n"  # within exec, for a moment, the system shows no variables
             seen = environment_of(child.pid)
         finally:
             child.kill()
