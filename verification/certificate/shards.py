@@ -79,7 +79,8 @@ class Costs:
 
 @cache
 def registered_costs() -> Costs:
-    """`costs.yaml` beside this module: measured on profile full; `verification.certificate.costs` writes it."""
+    """`costs.yaml` beside this module, which `verification.certificate.costs` writes; what no run has measured is an
+    estimate."""
     text = (resources.files("verification") / "certificate" / "costs.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     return Costs(float(values["default_s"]), {str(k): float(v) for k, v in values["tests"].items()})

@@ -72,10 +72,8 @@ def _child(options: Options, context: RunContext, limits: Profile, root: Path) -
     environment["BLINK_CERTIFY_PID"] = str(os.getpid())  # the run ends with the process that asked for it
     environment["BLINK_INVOCATION"] = json.dumps(command_line(options))
     environment["PYTHONUNBUFFERED"] = "1"
-    if (
-        "gpu" not in load_rig(options.rig).capabilities
-    ):  # torch, as the oracle, would make a context on every GPU it sees
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if "gpu" not in load_rig(options.rig).capabilities:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # torch, as the oracle, would make a context on every GPU it sees
     return arguments, environment
 
 

@@ -1,10 +1,11 @@
 """What float32 loses in a row, measured on HuggingFace alone, over several orders of addition.
 
-A row that is ill-conditioned is off by the luck of one run: on SmolLM2 a key at position 1 was off by 1.3 times the
-layer's p99 in one HuggingFace float32 run and by 4 to 14 times in others, which had the same tokens and other matrix
-kernels. One run says too little of it, so rows in which the engine is much further off than that run are measured
-again (`HFOracle.in_other_orders`), and the largest error counts. The engine's values choose which rows are measured,
-never what they are measured to be; a few rows a request only, as a fault that moves many is no row's luck.
+A row that is ill-conditioned is off by the luck of one run: SmolLM2 has keys near the layer's p99 in one HuggingFace
+float32 run and many times it in another, which had the same tokens and other matrix kernels (position 1 of a prompt of
+`certify --profile smoke --seed 601`). One run says too little of it, so rows in which the engine is much further off
+than that run are measured again (`HFOracle.in_other_orders`), and the largest error counts. The engine's values choose
+which rows are measured, never what they are measured to be; a few rows a request only, as a fault that moves many is no
+row's luck.
 """
 
 from __future__ import annotations

@@ -1,21 +1,9 @@
 // Per-head norm (Qwen3), rotary embedding and KV append of one step, fused: one pass over the QKV projection.
 //
 // qkv [tokens, heads + 2 * kv_heads, HEAD_DIM]; queries are rotated in place, keys and values go to the pages. LANES
-// neighbouring lanes share a (token, head), 16 bytes an access. Rotate-half layout: element i pairs with i + half;
-// those from 2 * half on pass (partial rotary). half is a multiple of VEC. Keys and values keep no copy in qkv.
-#include "common.cuh"
-
-constexpr int VECTORS = HEAD_DIM / VEC;
-constexpr int LANES = VECTORS <= 8 ? 4 : VECTORS <= 16 ? 8 : 16;  // at least half the vectors of a head
-
-DEVICE Vec load_vec(const T* p) { return *reinterpret_cast<const Vec*>(p); }
-DEVICE void store_vec(T* p, const Vec& v) { *reinterpret_cast<Vec*>(p) = v; }
-DEVICE float squares(const Vec& v) {
-  float sum = 0.f;
-#pragma unroll
-  for (int e = 0; e < VEC; ++e) sum = __fmaf_rn(to_float(v.e[e]), to_float(v.e[e]), sum);
-  return sum;
-}
+// neighbouring lanes share a (token, head), 16 bytes an access; the layout is rope.cuh's. Keys and values keep no copy in
+// qkv.
+#include "rope.cuh"
 
 // cos, sin float32 [max position + 1, half]. norm: [heads + kv_heads, HEAD_DIM] or null. k_pages, v_pages: one layer.
 extern "C" __global__ void rope_append(T* qkv, const int* positions, const i64* kv_slots, const float* cos,
