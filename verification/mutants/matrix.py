@@ -125,7 +125,11 @@ def able(mutant: Mutant, checkers: Sequence[Checker]) -> list[Checker]:
 
 
 class Matrix:
-    """Runs rows and keeps them in `folder`. say: gets a line for each row."""
+    """Runs rows and keeps them in `folder`.
+
+    controls: whether `rows` runs the control columns of its mutants; runs of parts have them apart, once (`control`).
+    say: gets a line for each row.
+    """
 
     def __init__(
         self,
@@ -133,9 +137,10 @@ class Matrix:
         seeds: Sequence[int],
         *,
         checkers: Sequence[str] | None = None,
+        controls: bool = True,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.folder, self.seeds, self._say = folder, list(seeds), say
+        self.folder, self.seeds, self._controls, self._say = folder, list(seeds), controls, say
         self._chosen = None if checkers is None else frozenset(checkers)
         self._sources = {
             "native": sources.digest("native", NATIVE_MODULES),
@@ -147,23 +152,39 @@ class Matrix:
         return [one for one in every(where) if self._chosen is None or one.name in self._chosen]
 
     def rows(self, mutants: Sequence[Mutant]) -> list[Row]:
-        """Rows of these mutants and of the controls that they need. Raises RegistryError, BuildFailed or WorkerLost."""
+        """Rows of these mutants, and of the controls that they need unless those are run apart. Raises RegistryError,
+        BuildFailed or WorkerLost."""
         out: list[Row] = []
         natives = [m for m in mutants if m.where == "native"]
         if natives:
             out += self._native_rows(natives)
         for mutant in (m for m in mutants if m.where == "python"):
             out.append(self._python_row(mutant))
-        if any(row.where == "python" for row in out):
-            out.append(self._control("python", [m for m in mutants if m.where == "python"], None))
+        if self._controls and any(row.where == "python" for row in out):
+            out.append(self._control("python", self._names("python", mutants), None))
         return out
+
+    def control(self, where: str, share: tuple[int, int] = (1, 1)) -> Row:
+        """The product as it is against every n-th checker of `where` from the i-th on; all shares together stand for
+        the controls of all its mutants."""
+        names = sorted(one.name for one in self.checkers(where))[share[0] - 1 :: share[1]]
+        if where == "python":
+            return self._control(where, names, None)
+        woven = weave.build()
+        with _lazily(lambda: _prepared(native.environment(woven.path, 0), names, self.seeds)) as session:
+            return self._control(where, names, session)
+
+    def _names(self, where: str, mutants: Sequence[Mutant]) -> list[str]:
+        """Checkers that any of these mutants needs."""
+        return sorted({one.name for m in mutants if m.where == where for one in able(m, self.checkers(where))})
 
     def _native_rows(self, mutants: Sequence[Mutant]) -> list[Row]:
         woven = weave.build()
-        names = sorted({one.name for m in mutants for one in able(m, self.checkers("native"))})
+        names = self._names("native", mutants)
         out = []
         with _lazily(lambda: _prepared(native.environment(woven.path, 0), names, self.seeds)) as session:
-            out.append(self._control("native", mutants, session))
+            if self._controls:
+                out.append(self._control("native", names, session))
             for mutant in mutants:
                 identity = woven.identities[mutant.name]
                 out.append(self._row(mutant, able(mutant, self.checkers("native")), session, identity))
@@ -176,8 +197,7 @@ class Matrix:
         ):
             return self._row(mutant, able(mutant, self.checkers("python")), session, 0)
 
-    def _control(self, where: str, mutants: Sequence[Mutant], session: _Lazy | None) -> Row:
-        names = sorted({one.name for m in mutants for one in able(m, self.checkers(where))})
+    def _control(self, where: str, names: Sequence[str], session: _Lazy | None) -> Row:
         known = self._known(f"{CONTROL}-{where}", where, "".join(names))
         if known is not None:
             return known

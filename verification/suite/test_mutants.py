@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ NIGHTLY = (
 NIGHTLY_SEEDS = 3
 PAIR_SECONDS = 1800.0  # for two checkers of a class: most have them after one mutant or two
 PART = 6  # mutants of one test: a whole class would not fit into the time of one, nor into a shard
+CONTROLS = [("native", (1, 1)), *(("python", (i, 3)) for i in (1, 2, 3))]  # checkers of one test
 SHARES = 6  # tests among which the sample of automatic mutants is dealt out, for the same reason
 
 
@@ -52,11 +54,17 @@ def built(request: pytest.FixtureRequest) -> weave.Woven:
         leave_out(request.node, str(failed).splitlines()[0])
 
 
-def _run(mutants: Sequence[Mutant], seeds: int, seed: int, record: Recorder, evidence: Path | None) -> None:
-    """The rows of these mutants; each cell is a line of the report's planted faults, all of it stands in `evidence`."""
+@contextmanager
+def _matrix(seeds: int, seed: int, *, controls: bool = False) -> Iterator[matrix.Matrix]:
+    """A matrix in a folder of its own; without controls: profile full has them once (`test_control`)."""
     with Scratch("matrix") as scratch:
-        made = matrix.Matrix(scratch.path, matrix.seeds_of(seed, seeds), say=lambda line: print(line, flush=True))
-        rows = made.rows(mutants)
+        yield matrix.Matrix(
+            scratch.path, matrix.seeds_of(seed, seeds), controls=controls, say=partial(print, flush=True)
+        )
+
+
+def _report(rows: Sequence[matrix.Row], record: Recorder, evidence: Path | None) -> None:
+    """Each cell of a mutant is a line of the report's planted faults, all of it stands in `evidence`."""
     for row in rows:
         for name, cell in row.cells.items():
             if row.cls and cell.run:
@@ -94,7 +102,8 @@ def test_sample(built: weave.Woven, evidence: Path | None, record: Recorder, see
 
     Catches: checkers that have gone blind, or that object to the product as it is.
     """
-    _run([by_name(name) for name in NIGHTLY], NIGHTLY_SEEDS, seed, record, evidence)
+    with _matrix(NIGHTLY_SEEDS, seed, controls=True) as made:
+        _report(made.rows([by_name(name) for name in NIGHTLY]), record, evidence)
 
 
 def _by_class() -> dict[str, list[Mutant]]:
@@ -124,7 +133,27 @@ def test_kill_matrix(built: weave.Woven, part: str, evidence: Path | None, recor
     """
     chosen = _parts()[part]
     print(f"class {chosen[0].cls}: {CLASSES[chosen[0].cls]}: part {part}, {len(chosen)} mutants")
-    _run(chosen, matrix.SEEDS, seed, record, evidence)
+    with _matrix(matrix.SEEDS, seed) as made:
+        _report(made.rows(chosen), record, evidence)
+
+
+@pytest.mark.blink_profile("full")
+@pytest.mark.parametrize(("where", "share"), CONTROLS, ids=[f"{where}-{i}-of-{n}" for where, (i, n) in CONTROLS])
+def test_control(
+    built: weave.Woven, where: str, share: tuple[int, int], evidence: Path | None, record: Recorder, seed: int
+) -> None:
+    """The control column of the kill matrix: every checker, with the seeds of its mutants, on the product as it is.
+
+    Catches: a checker that objects to the sound product, whose kills would say nothing.
+    """
+    with _matrix(matrix.SEEDS, seed) as made:
+        row = made.control(where, share)
+    verdict = matrix.judge([row])
+    record.cases(sum(cell.run for cell in row.cells.values()))
+    _keep(evidence, f"control-{where}.json", row.to_json())
+    word = Verdict.INVALID if verdict.problems else Verdict.VALID
+    message = f"{len(row.cells)} checkers, {matrix.SEEDS} seeds each, on the product as it is"
+    record.check(CheckResult(word, PROPERTY, "control", message, {"problems": list(verdict.problems[:20])}))
 
 
 @pytest.mark.timeout(3300)  # the budget, and the last mutant that is begun in it
@@ -136,10 +165,7 @@ def test_two_checkers(built: weave.Woven, cls: str, record: Recorder, seed: int)
 
     Catches: a class that hangs on one check function, with which all its mutants would survive.
     """
-    with Scratch("matrix") as scratch:
-        made = matrix.Matrix(
-            scratch.path, matrix.seeds_of(seed, matrix.SEEDS), say=lambda line: print(line, flush=True)
-        )
+    with _matrix(matrix.SEEDS, seed) as made:
         order = sorted(_by_class()[cls], key=lambda m: -len(matrix.able(m, made.checkers(m.where))))
         rows, told = matrix.until_pair(lambda mutant: made.rows([mutant]), order, PAIR_SECONDS)
     record.cases(sum(cell.run for row in rows for cell in row.cells.values()))

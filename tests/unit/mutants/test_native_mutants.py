@@ -258,3 +258,17 @@ def test_matrix_runs_and_resumes(tmp_path: Path) -> None:
     assert len(said) == 4
     assert [r.to_json() for r in again] == [r.to_json() for r in rows]
     assert sorted(r.mutant for r in matrix.kept([tmp_path])) == sorted(r.mutant for r in rows)
+
+
+def test_controls_apart_are_those_of_the_mutants(tmp_path: Path) -> None:
+    """Catches: parts of a matrix that each run the product as it is again; controls apart that leave a checker out."""
+    names, seeds = ["cache-recount", "lock-step", "raw-memory"], matrix.seeds_of(3, 1)
+    mutant = by_name("leak-page-on-cancel")
+    beside = matrix.Matrix(tmp_path / "beside", seeds, checkers=names).rows([mutant])
+    assert [row.mutant for row in beside] == ["control-native", mutant.name]
+    assert [
+        row.mutant for row in matrix.Matrix(tmp_path / "none", seeds, checkers=names, controls=False).rows([mutant])
+    ] == [mutant.name]
+    apart = [matrix.Matrix(tmp_path / f"apart-{i}", seeds, checkers=names).control("native", (i, 2)) for i in (1, 2)]
+    assert {name for row in apart for name in row.cells} == set(names) >= beside[0].cells.keys()
+    assert all(cell.words == {"nothing": 1} for row in apart for cell in row.cells.values())
