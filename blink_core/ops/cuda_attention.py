@@ -211,9 +211,11 @@ class CudaAttentionPlan:
 
     def joins(self, *, decode: bool, prefill: bool) -> bool:
         """Whether the decode kernel may do what comes before it (``rope`` of :meth:`attend`): no rows of several new
-        tokens can be in the step."""
+        tokens can be in the step, and the step is small enough (`Variants.join_rows`). After :meth:`prepare`."""
+        if self.arrays is None:
+            raise ValueError("the attention plan has not been made")
         own = self.kernels.dtype != "float32" and not self.all_tiles
-        return own and decode and not prefill and self.kernels.variants.join_rope
+        return own and decode and not prefill and self.arrays.context_lens.shape[0] <= self.kernels.variants.join_rows
 
     def attend(
         self,

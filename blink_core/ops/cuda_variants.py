@@ -21,19 +21,20 @@ class Variants:
     first MoE kernel.
 
     attention_stages: tiles in flight of a warp of attention_decode.cu; the first is for steps of up to ``few_rows``
-    rows, the other for all others. leave: its blocks without work end at once. join_rope: it does what rope_kv.cu does.
+    rows, the other for all others. leave: its blocks without work end at once. join_rows: it does what
+    rope_kv.cu does in steps of up to so many rows.
     ahead_kib: of the layer after it, what each block of one token's first MoE kernel asks the L2 for while the router
     decides; 0: nothing. Raises ValueError for rings of which two blocks find room.
     """
 
-    ring: int = 20
-    norm_ring: int = 16
-    gate_up_ring: int = 14
-    attention_stages: tuple[int, int] = (3, 3)
+    ring: int = 15
+    norm_ring: int = 21
+    gate_up_ring: int = 11
+    attention_stages: tuple[int, int] = (4, 3)
     few_rows: int = 8
     leave: bool = False
-    join_rope: bool = False
-    ahead_kib: int = 0
+    join_rows: int = 8
+    ahead_kib: int = 16
 
     def __post_init__(self) -> None:
         for name in ("ring", "norm_ring"):

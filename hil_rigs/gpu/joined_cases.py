@@ -16,8 +16,8 @@ from hil_rigs.gpu.comparison import ATTENTION_LIMITS, PAGE, Outcome, drawn, erro
 VARIANTS = {
     "apart": Variants(),
     "leave": Variants(attention_stages=(2, 2), leave=True),
-    "joined": Variants(join_rope=True),
-    "joined leave": Variants(attention_stages=(2, 2), leave=True, join_rope=True),
+    "joined": Variants(join_rows=64),
+    "joined leave": Variants(attention_stages=(2, 2), leave=True, join_rows=64),
 }
 
 

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from hil_rigs.gpu.stack import Stack, Step
 
 BESIDE = Variants(attention_stages=(2, 3), leave=True)  # attention's blocks fit beside the product before
-JOINED = replace(BESIDE, join_rope=True, ring=16)  # and beside the one behind, which follows the QKV product at once
+JOINED = replace(BESIDE, join_rows=64, ring=16)  # and beside the one behind, which follows the QKV product at once
 EARLY = replace(JOINED, gate_up_ring=11)  # the first MoE kernel's blocks fit beside the output product's
 VARIANTS: dict[str, Variants] = {
     "base": Variants(),
     "leave": Variants(leave=True),
     "beside": BESIDE,
     "beside-16": replace(BESIDE, ring=16),
-    "join": Variants(join_rope=True),
-    "join-leave": Variants(join_rope=True, leave=True),
+    "join": Variants(join_rows=64),
+    "join-leave": Variants(join_rows=64, leave=True),
     "join-beside": replace(JOINED, ring=20),
     "join-beside-16": JOINED,
     "join-beside-16-17": replace(JOINED, norm_ring=17),

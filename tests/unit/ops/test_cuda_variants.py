@@ -101,7 +101,7 @@ def test_the_default_changes_no_macro() -> None:
 def test_rings_and_macros_agree() -> None:
     """Catches: shared memory for another ring than the kernel's: it would write behind its own, or the GPU refuse it;
     a variant that a launch ignores."""
-    variants = Variants(ring=16, norm_ring=17, attention_stages=(2, 3), leave=True, join_rope=True)
+    variants = Variants(ring=16, norm_ring=17, attention_stages=(2, 3), leave=True, join_rows=64)
     qkv, out, attention = launches(variants)
     assert qkv[1:] == [8 * 17 * 1024 + 2080 * 2, {"RING": 16, "NORM_RING": 17}, None]
     assert out[1:] == [8 * 16 * 1024, {"RING": 16, "NORM_RING": 17}, None]
@@ -127,7 +127,7 @@ def test_own_macros_are_the_sources() -> None:
 def test_attention_fits_beside_both_products() -> None:
     """Catches: a ring that grew so that attention's blocks cannot start before the QKV product's have ended, or keep
     the output product's from starting; and two blocks of one product on a multiprocessor."""
-    few = Variants(ring=16, attention_stages=(2, 3), leave=True, join_rope=True)
+    few = Variants(ring=16, attention_stages=(2, 3), leave=True, join_rows=64)
     qkv, out, attention = launches(few)
     assert block(qkv) + block(attention) <= MULTIPROCESSOR
     assert block(out) + block(attention) <= MULTIPROCESSOR
