@@ -25,7 +25,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 FOLDER = PRODUCT / "build" / "mutants"
-VERSION = 3  # of what is drawn and kept
+VERSION = 4  # of what is drawn and kept
 ENDLESS = 1 << 30  # `after` of a request that comes once nothing is open
 FAMILIES = (
     *("llama-gqa3", "mistral-window", "qwen3-moe-mixed", "phi4-longrope", "qwen2-yarn", "llama-rope-llama3"),

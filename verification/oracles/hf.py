@@ -273,21 +273,26 @@ class HFOracle:
         return Forward(key, len(key) - 1, _array(out.logits[0]).copy(), k, v)
 
     def generate(self, ids: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
-        """Up to ``n`` greedy tokens after ``ids`` by HuggingFace's ``generate``, the end-of-sequence token included."""
+        """Up to ``n`` greedy tokens after ``ids`` by HuggingFace's ``generate``, the end-of-sequence token included.
+
+        ``ignore_eos``: that token is one like all others: it may be chosen, and ends nothing.
+        """
         key = self._checked(ids)
         if n < 1:
             raise OracleError(f"n is {n}; at least one token must be generated")
-        eos = self._model.generation_config.eos_token_id
+        own = self._model.generation_config
+        kept = own.eos_token_id
+        if ignore_eos:
+            own.eos_token_id = None  # the model's own stands in for what a call's configuration leaves out
         config = transformers.GenerationConfig(
-            max_new_tokens=n,
-            min_new_tokens=n if ignore_eos else None,
-            do_sample=False,
-            eos_token_id=None if ignore_eos else eos,
-            pad_token_id=0,
+            max_new_tokens=n, do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=0
         )
         prompt = torch.tensor([key], device=self.device)
-        with self._running():
-            out = self._model.generate(prompt, generation_config=config, attention_mask=torch.ones_like(prompt))
+        try:
+            with self._running():
+                out = self._model.generate(prompt, generation_config=config, attention_mask=torch.ones_like(prompt))
+        finally:
+            own.eos_token_id = kept
         return [int(token) for token in out[0, len(key) :]]
 
     # -- the tokeniser -------------------------------------------------------------------------------------------------

@@ -118,6 +118,18 @@ def test_greedy_generation_and_its_end(tiny3: Rig) -> None:
     assert fresh.generate(prompt, 24) == forced[: forced.index(forced[4]) + 1]
 
 
+def test_an_ignored_end_is_a_token_like_all_others(tiny3: Rig) -> None:
+    """Catches: an end-of-sequence token that is kept from being chosen where it should be ignored: the oracle's tokens
+    would be no greedy ones, and a right engine be refused."""
+    prompt = tiny3.sequences[0][: tiny3.prompt]
+    greedy = tiny3.hf32.generate(prompt, 24, ignore_eos=True)
+    fresh = HFOracle.load(tiny3.model.path, dtype="float32", threads=1)
+    for place in (0, 4):
+        fresh.model.generation_config.eos_token_id = greedy[place]
+        assert fresh.generate(prompt, 24, ignore_eos=True) == greedy
+        assert fresh.model.generation_config.eos_token_id == greedy[place]
+
+
 def test_chat_ids_are_the_template_s_text(tiny3: Rig) -> None:
     """Catches: special tokens encoded as text, or a chat encoding that is not the rendered template's."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße, 7 <b>?"}]
