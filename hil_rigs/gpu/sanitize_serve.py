@@ -57,7 +57,7 @@ EVERY = (*PARTS, DIRECT)
 MODELS = "models"  # in place of the parts, with --models
 # What the engines' steps hold, by file; the rest is for `direct`. A kernel in neither is one that nobody looks at.
 SERVES = {
-    "attention_decode.cu": "attention_decode", "attention_plan.cu": "attention_plan attention_plan_made",
+    "attention_decode.cu": "attention_decode attention_rope", "attention_plan.cu": "attention_plan attention_plan_made",
     "attention_prefill.cu": "attention_prefill", "attention_strict.cu": "attention_strict",
     "elementwise.cu": "embedding gather_rows rms_norm add silu_multiply", "rope_kv.cu": "rope_append",
     "gemm_fixed.cu": "grouped_fixed grouped_fixed_silu", "gemm_skinny.cu": "grouped_skinny_8 grouped_skinny_silu_8",

@@ -28,26 +28,26 @@ from blink_core.ops.cuda_variants import Variants
 if TYPE_CHECKING:
     from hil_rigs.gpu.stack import Stack, Step
 
-BESIDE = Variants(attention_stages=(2, 3), leave=True)  # attention's blocks fit beside the product before
-JOINED = replace(BESIDE, join_rows=64, ring=16)  # and beside the one behind, which follows the QKV product at once
-EARLY = replace(JOINED, gate_up_ring=11)  # the first MoE kernel's blocks fit beside the output product's
+BASE = Variants()
+# What the sources do by themselves: rings that fill a multiprocessor, every kernel for itself.
+PLAIN = Variants(ring=20, norm_ring=16, gate_up_ring=14, attention_stages=(3, 3), join_rows=0, ahead_kib=0)
 VARIANTS: dict[str, Variants] = {
-    "base": Variants(),
-    "leave": Variants(leave=True),
-    "beside": BESIDE,
-    "beside-16": replace(BESIDE, ring=16),
-    "join": Variants(join_rows=64),
-    "join-leave": Variants(join_rows=64, leave=True),
-    "join-beside": replace(JOINED, ring=20),
-    "join-beside-16": JOINED,
-    "join-beside-16-17": replace(JOINED, norm_ring=17),
-    "ahead-64": Variants(ahead_kib=64),
-    "join-ahead-64": replace(JOINED, ahead_kib=64),
-    "join-ahead-128": replace(JOINED, ahead_kib=128),
-    "join-early": EARLY,
-    "join-early-ahead-64": replace(EARLY, ahead_kib=64),
-    "join-early-ahead-128": replace(EARLY, ahead_kib=128),
-    "again": Variants(),
+    "base": BASE,
+    "plain": PLAIN,
+    "ring-16": replace(BASE, ring=16),
+    "ring-20": replace(BASE, ring=20),
+    "norm-16": replace(BASE, norm_ring=16),
+    "norm-18": replace(BASE, norm_ring=18),
+    "stages-2": replace(BASE, attention_stages=(2, 3)),
+    "stages-3": replace(BASE, attention_stages=(3, 3)),
+    "leave": replace(BASE, leave=True),
+    "apart": replace(BASE, join_rows=0),
+    "join-more": replace(BASE, join_rows=32),
+    "gate-9": replace(BASE, gate_up_ring=9),
+    "gate-14": replace(BASE, gate_up_ring=14),
+    "ahead-0": replace(BASE, ahead_kib=0),
+    "ahead-64": replace(BASE, ahead_kib=64),
+    "again": BASE,
 }
 STEPS = ("qwen-1", "llama-1", "llama-8", "llama-16", "llama-32")
 CONTEXT = 192  # tokens of a row: 128 in and 129 out on average
@@ -66,11 +66,13 @@ class Found:
 
 def chosen(step: str, names: Sequence[str]) -> list[str]:
     """Variants worth measuring for a step: some differ in a mixture's kernels alone."""
-    mixture, own = step.startswith("qwen"), Variants()
-    return [
-        name for name in names
-        if mixture or (VARIANTS[name].ahead_kib, VARIANTS[name].gate_up_ring) == (own.ahead_kib, own.gate_up_ring)
-    ]  # fmt: skip
+    if step.startswith("qwen"):
+        return list(names)
+
+    def dense(v: Variants) -> Variants:
+        return replace(v, ahead_kib=BASE.ahead_kib, gate_up_ring=BASE.gate_up_ring)
+
+    return [n for n in names if n in ("base", "again") or dense(VARIANTS[n]) != BASE]
 
 
 def rounds_of(names: Sequence[str], rounds: int) -> list[str]:

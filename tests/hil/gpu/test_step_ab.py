@@ -16,8 +16,7 @@ def test_a_dense_model_skips_what_is_a_mixtures() -> None:
     """Catches: time of the device spent on variants that are equal there, or a variant that is measured nowhere."""
     assert chosen("qwen-1", list(VARIANTS)) == list(VARIANTS)
     dense = chosen("llama-1", list(VARIANTS))
-    assert {"base", "join-beside-16", "again"} <= set(dense)
-    assert [n for n in dense if "ahead" in n or "early" in n] == []
+    assert set(VARIANTS) - set(dense) == {"gate-9", "gate-14", "ahead-0", "ahead-64"}
 
 
 def test_ratio_is_of_the_same_round() -> None:
