@@ -80,7 +80,6 @@ class CudaOps:
         self.gemm = Gemm(self.kernels, sm_count_target, invariant=batch_invariant)
         self.storage = STORAGE[dtype]
         self._vector: int = 16 // np.dtype(self.storage).itemsize
-        self._sms: int = cp.cuda.Device().attributes["MultiProcessorCount"]
 
     def empty(self, *shape: int) -> cp.ndarray:
         """Uninitialised array of the element type."""
@@ -97,17 +96,10 @@ class CudaOps:
 
     def embedding(self, table: cp.ndarray, token_ids: cp.ndarray, out: cp.ndarray | None = None) -> cp.ndarray:
         """Rows of ``table`` [vocab, hidden] -> [T, hidden]; ``token_ids`` int32 [T]."""
-        return self._rows("embedding", table, token_ids, out)
-
-    def gather_rows(self, x: cp.ndarray, rows: cp.ndarray, out: cp.ndarray | None = None) -> cp.ndarray:
-        """Rows ``rows`` int32 [S] of x [T, hidden] -> [S, hidden]."""
-        return self._rows("gather_rows", x, rows, out)
-
-    def _rows(self, name: str, table: cp.ndarray, index: cp.ndarray, out: cp.ndarray | None) -> cp.ndarray:
         n = self._width(table)
-        out = self.empty(index.shape[0], n) if out is None else out
-        kernel = self.kernels.get("elementwise.cu", name)
-        kernel.launch(index.shape[0], self._threads(n), table, index, out, n)
+        out = self.empty(token_ids.shape[0], n) if out is None else out
+        kernel = self.kernels.get("elementwise.cu", "embedding")
+        kernel.launch(token_ids.shape[0], self._threads(n), table, token_ids, out, n)
         return out
 
     def rms_norm(self, x: cp.ndarray, weight: cp.ndarray, eps: float, out: cp.ndarray | None = None) -> cp.ndarray:
@@ -125,6 +117,14 @@ class CudaOps:
         """``x += delta`` in place, then the norm of x; delta like x."""
         return self._norm(x, delta, weight, eps, out)
 
+    def chosen_rms_norm(
+        self, x: cp.ndarray, delta: cp.ndarray | None, rows: cp.ndarray, weight: cp.ndarray, eps: float, out: cp.ndarray
+    ) -> cp.ndarray:
+        """The norm of ``x + delta`` in ``rows`` int32 [S] alone: x, delta [T, n] -> out [S, n]; x stays as it is."""
+        if x.ndim != 2 or out.shape != (rows.shape[0], x.shape[1]):
+            raise ValueError(f"rows {list(rows.shape)} of {list(x.shape)} do not fit {list(out.shape)}")
+        return self._norm(x, delta, weight, eps, out, rows)
+
     def _norm(
         self,
         x: cp.ndarray,
@@ -132,11 +132,12 @@ class CudaOps:
         weight: cp.ndarray,
         eps: float,
         out: cp.ndarray | None,
+        chosen: cp.ndarray | None = None,
     ) -> cp.ndarray:
         n = self._width(x)
         out = cp.empty_like(x) if out is None else out
         groups = weight.shape[0] if weight.ndim == 2 else 1
-        rows = x.size // n
+        rows = out.size // n
         # Few rows: all threads that can help; many: four vectors a thread, so that more rows are under way. The order
         # of the sum follows from it, so where bits count (float32 is for checks) it does not depend on the rows.
         wide = rows <= 256 or self.batch_invariant or self.dtype == "float32"
@@ -144,14 +145,8 @@ class CudaOps:
         if n > 4 * threads * self._vector:
             raise ValueError(f"a norm over {n} elements, expected at most {4 * 1024 * self._vector}")
         kernel = self.kernels.get("elementwise.cu", "rms_norm")
-        kernel.launch(rows, threads, x, delta, weight, out, n, groups, eps)
+        kernel.launch(rows, threads, x, delta, weight, out, n, groups, eps, chosen)
         return out
-
-    def add(self, x: cp.ndarray, delta: cp.ndarray) -> None:
-        """``x += delta`` in place."""
-        self._width(x)
-        kernel = self.kernels.get("elementwise.cu", "add")
-        kernel.launch(self._blocks(x.size), THREADS, x, delta, ctypes.c_longlong(x.size))
 
     # -- products ------------------------------------------------------------------------------------------------------
 
@@ -352,6 +347,3 @@ class CudaOps:
 
     def _threads(self, n: int) -> int:
         return min(512, max(32, -(-n // self._vector // 32) * 32))
-
-    def _blocks(self, elements: int) -> int:
-        return min(16 * self._sms, -(-elements // (THREADS * self._vector)))

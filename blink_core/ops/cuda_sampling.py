@@ -38,6 +38,9 @@ class SamplerParams(ctypes.Structure):
     ]
 
 
+THREADS, PARTS = 512, 8  # of select.cuh and sampler.cu: threads of a block, blocks of a row
+
+
 class CudaSampler:
     """Memory of the sampler, fixed at creation.
 
@@ -87,4 +90,4 @@ class CudaSampler:
             pointer(top_logprobs), pointer(self._work), pointer(self._counts), pointer(self._owners),
             pointer(self._counted), self.vocab, self.width,
         )  # fmt: skip
-        self._kernel.launch(samples, 512, params)
+        self._kernel.launch(samples * PARTS, THREADS, params)

@@ -191,7 +191,7 @@ class CudaStep:
         self._attended = cp.zeros((tokens, m.num_heads * m.head_dim), ops.storage)
         self._both = ops.empty(tokens, 2 * m.intermediate_size)
         self._acted = ops.empty(tokens, m.intermediate_size)
-        self._picked, self._final = ops.empty(rows, m.hidden_size), ops.empty(rows, m.hidden_size)
+        self._final = ops.empty(rows, m.hidden_size)
         self.logits = cp.empty((rows, -(-m.vocab_size // 4) * 4), cp.float32)
         e = m.experts
         self._moe = None
@@ -212,7 +212,7 @@ class CudaStep:
         self._launch_view(bucket)
         if self.sanitizer is not None:
             self.sanitizer.begin()
-        x, h, delta = self.x[:tokens], self._h[:tokens], self._delta[:tokens]
+        x, h = self.x[:tokens], self._h[:tokens]
         ops.embedding(self.network.embedding, self.token_ids[:tokens], x)
         arrays = StepArrays(
             self.sizes, self.row_starts[: bucket.rows + 1], self.context_lens[: bucket.rows], self._tables,
@@ -230,12 +230,8 @@ class CudaStep:
             if not fused:
                 self._norm(x, pending, layer.mlp_norm, h)
             pending = self._mlp(index, tokens, x if fused else h, fused)
-        if pending is not None:
-            ops.add(x, delta)
-        picked, final = self._picked[: bucket.samples], self._final[: bucket.samples]
-        logits = self.logits[: bucket.samples]
-        ops.gather_rows(x, self.sample_tokens[: bucket.samples], picked)
-        ops.rms_norm(picked, self.network.norm, eps, final)
+        final, logits = self._final[: bucket.samples], self.logits[: bucket.samples]
+        ops.chosen_rms_norm(x, pending, self.sample_tokens[: bucket.samples], self.network.norm, eps, final)
         ops.linear(final, self.network.head, logits)
         self._sampler(logits, self.sample_rows, self.sizes, self._results, *self._top)
         if self.sanitizer is not None:

@@ -14,9 +14,10 @@ from hil_rigs.gpu.attention_cases import dawdle, expected_attention, paged_step
 from hil_rigs.gpu.comparison import ATTENTION_LIMITS, PAGE, Outcome, drawn, error_of, poisoned
 
 VARIANTS = {
-    "apart": Variants(),
-    "leave": Variants(attention_stages=(2, 2), leave=True),
+    "apart": Variants(join_rows=0),
+    "leave": Variants(attention_stages=(2, 2), leave=True, join_rows=0),
     "joined": Variants(join_rows=64),
+    "joined, three tiles": Variants(attention_stages=(3, 3), join_rows=64),
     "joined leave": Variants(attention_stages=(2, 2), leave=True, join_rows=64),
 }
 
@@ -63,7 +64,7 @@ def joined(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
                 out = poisoned(mine, rows, heads * head_dim)
                 plan.make(step.arrays)
                 held = dawdle(mine)
-                mine.gather_rows(product.reshape(rows, -1), order, qkv.reshape(rows, -1))
+                mine.embedding(product.reshape(rows, -1), order, qkv.reshape(rows, -1))
                 mine.rope_attention(
                     qkv, plan, where, index, tables, k, v, out, norm=norm if normed else None, eps=1e-6, prefill=False
                 )

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def rows(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
-    """Embedding, gather, norms, residual, SwiGLU."""
+    """Embedding, norms, residual, SwiGLU."""
     numpy = NumpyOps()
     limit = LIMITS[ops.dtype]
     for tokens, hidden in ((1, 576), (3, 4096), (17, 5120), (130, 2048), (5, 16384)):
@@ -55,6 +55,14 @@ def rows(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
         out = ops.rms_norm(x, weight, 1e-5, poisoned(ops, tokens, hidden))
         expected = numpy.rms_norm(x_host, weight_host, 1e-5)
         yield Outcome("rms_norm", case, ops.dtype, error_of(to_host(out, ops.dtype), expected), limit)
+        chosen = rng.integers(0, tokens, 4).astype(np.int32)  # some twice
+        before = x.copy()
+        for what, summand in (("chosen_rms_norm", None), ("chosen add_rms_norm", delta)):
+            out = ops.chosen_rms_norm(x, summand, cp.asarray(chosen), weight, 1e-5, poisoned(ops, 4, hidden))
+            total = x_host if summand is None else to_host(to_device(x_host + delta_host, ops.dtype), ops.dtype)
+            expected = numpy.rms_norm(total[chosen], weight_host, 1e-5)
+            yield Outcome(what, case, ops.dtype, error_of(to_host(out, ops.dtype), expected), limit)
+            yield Outcome(f"{what}: x stays", case, ops.dtype, float(cp.count_nonzero(x != before)), 0.0)
         out = ops.add_rms_norm(x, delta, weight, 1e-5, poisoned(ops, tokens, hidden))
         total = to_host(to_device(x_host + delta_host, ops.dtype), ops.dtype)
         yield Outcome("add (residual)", case, ops.dtype, error_of(to_host(x, ops.dtype), total), 0.0)

@@ -59,7 +59,7 @@ MODELS = "models"  # in place of the parts, with --models
 SERVES = {
     "attention_decode.cu": "attention_decode attention_rope", "attention_plan.cu": "attention_plan attention_plan_made",
     "attention_prefill.cu": "attention_prefill", "attention_strict.cu": "attention_strict",
-    "elementwise.cu": "embedding gather_rows rms_norm add silu_multiply", "rope_kv.cu": "rope_append",
+    "elementwise.cu": "embedding rms_norm silu_multiply", "rope_kv.cu": "rope_append",
     "gemm_fixed.cu": "grouped_fixed grouped_fixed_silu", "gemm_skinny.cu": "grouped_skinny_8 grouped_skinny_silu_8",
     "gemm_tile.cu": "tile grouped_tile grouped_tile_silu",
     "kv_sanitizer.cu": "kv_tags_begin kv_tags_append kv_tags_check kv_tags_report kv_tags_end",

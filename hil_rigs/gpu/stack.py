@@ -165,7 +165,7 @@ class Step:
             count, top_k, inner = s.experts
             self.moe = CudaMoe(ops.kernels, ops.gemm, count, top_k, s.hidden, inner, tokens, ops.storage)
         self.both, self.acted = ops.empty(tokens, 2 * s.inner), ops.empty(tokens, s.inner)
-        self.picked, self.final = ops.empty(rows, s.hidden), ops.empty(rows, s.hidden)
+        self.final = ops.empty(rows, s.hidden)
         self.logits = cp.empty((rows, s.vocab), cp.float32)
         self.sampler = CudaSampler(ops.kernels, s.vocab, rows, rows)
         records = np.zeros(rows, SAMPLE_ROW)
@@ -222,10 +222,7 @@ class Step:
                 else:
                     ops.linear(self.h, layer.gate_up, self.both)
                 pending = self._project(self.acted, layer.down)
-        if pending is not None:
-            ops.add(self.x, pending)
-        ops.gather_rows(self.x, self.last, self.picked)
-        ops.rms_norm(self.picked, stack.norm, 1e-5, self.final)
+        ops.chosen_rms_norm(self.x, pending, self.last, stack.norm, 1e-5, self.final)
         if products:
             ops.linear(self.final, stack.head, self.logits)
         if "sampler" not in skip:

@@ -1,4 +1,4 @@
-// Embedding, RMS norm with residual, SwiGLU, last-token gather: memory-bound, 16 bytes a thread (design section 7).
+// Embedding, RMS norm with residual, SwiGLU: memory-bound, 16 bytes a thread (design section 7).
 #include "common.cuh"
 
 DEVICE Vec load_vec(const T* p) { return *reinterpret_cast<const Vec*>(p); }
@@ -14,25 +14,17 @@ extern "C" __global__ void embedding(const T* table, const int* ids, T* out, int
   }
 }
 
-// out[s] = x[rows[s]]: the tokens whose logits are wanted.
-extern "C" __global__ void gather_rows(const T* x, const int* rows, T* out, int n) {
-  pdl_launch();
-  pdl_wait();
-  const i64 row = rows[blockIdx.x];
-  for (int i = threadIdx.x * VEC; i < n; i += blockDim.x * VEC) {
-    store_vec(out + i64(blockIdx.x) * n + i, load_vec(x + row * n + i));
-  }
-}
-
 // x += delta (unless delta is null), out = x / sqrt(mean(x^2) + eps) * weight. One block a row of n elements; a thread
 // keeps up to 4 vectors, so n is at most 4 * VEC * blockDim. The residual is rounded to T as it is stored. weight is
-// [groups, n] (one a head, groups > 1) or [n].
-extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* out, int n, int groups, float eps) {
+// [groups, n] (one a head, groups > 1) or [n]. chosen: rows of x and delta, for each row of out, where not all are
+// wanted: a row may be chosen twice, so x stays as it is.
+extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* out, int n, int groups, float eps,
+                                    const int* chosen) {
   __shared__ float scratch[32];
   pdl_launch();
   const T* w = weight + i64(blockIdx.x % groups) * n;
   pdl_wait();
-  const i64 base = i64(blockIdx.x) * n;
+  const i64 base = i64(chosen == nullptr ? int(blockIdx.x) : chosen[blockIdx.x]) * n, to = i64(blockIdx.x) * n;
   float values[4][VEC];
   float squares = 0.f;
   Vec loaded[4], added[4];
@@ -51,7 +43,7 @@ extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* ou
     if (delta != nullptr) {
 #pragma unroll
       for (int e = 0; e < VEC; ++e) v.e[e] = from_float<T>(to_float(v.e[e]) + to_float(added[j].e[e]));
-      store_vec(x + base + i, v);
+      if (chosen == nullptr) store_vec(x + base + i, v);
     }
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
@@ -69,20 +61,7 @@ extern "C" __global__ void rms_norm(T* x, const T* delta, const T* weight, T* ou
     Vec v;
 #pragma unroll
     for (int e = 0; e < VEC; ++e) v.e[e] = from_float<T>(values[j][e] * scale * to_float(g.e[e]));
-    store_vec(out + base + i, v);
-  }
-}
-
-// x += delta. One thread a vector.
-extern "C" __global__ void add(T* x, const T* delta, i64 count) {
-  pdl_launch();
-  pdl_wait();
-  for (i64 i = (i64(blockIdx.x) * blockDim.x + threadIdx.x) * VEC; i < count; i += i64(gridDim.x) * blockDim.x * VEC) {
-    Vec v = load_vec(x + i);
-    const Vec d = load_vec(delta + i);
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) v.e[e] = from_float<T>(to_float(v.e[e]) + to_float(d.e[e]));
-    store_vec(x + i, v);
+    store_vec(out + to + i, v);
   }
 }
 

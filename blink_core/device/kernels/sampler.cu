@@ -1,6 +1,7 @@
 // Choosing each row's next token inside the step graph (design section 7), as blink_core/ops/sampling.py and logits.py
 // define it: bias, mask, barred ids, repetition, presence and frequency penalties in float64, then temperature, top-k,
-// top-p, min-p, and greedy or an exponential race; log probabilities of the raw logits. One block a row.
+// top-p, min-p, and greedy or an exponential race; log probabilities of the raw logits. A cluster of blocks a row: they
+// share out the pass over the raw logits, which is all that a greedy row needs, and the first does the rest.
 //
 // The race is run in float32 and its leaders, all within a margin far above float32's error, again in float64: the
 // token is the float64 one.
@@ -32,7 +33,8 @@ struct SamplerParams {
 };
 
 constexpr double SCALE = 35184372088832.0;  // 2^45: masses below 1 of 2^18 ids stay under 2^63
-constexpr int AHEAD = 8;  // loads of the first pass under way
+constexpr int PARTS = 8;  // blocks of a cluster
+constexpr int AHEAD = 10;  // loads of the first pass under way: all that a thread has of up to 163,840 ids
 constexpr float MARGIN = 1e-3f;
 constexpr float LUCKIEST = 23.f;  // greatest -log(-log(u)), rounded up
 
@@ -72,6 +74,13 @@ DEVICE N block_total(N x) {
   for (int i = 0; i < THREADS / 32; ++i) total += parts[i];
   return total;
 }
+
+// What one block found in its part of the raw logits. total: of the exponentials, relative to its peak.
+struct Scan {
+  double peak, total;
+  u32 id, bad;
+};
+static_assert(sizeof(Scan) == 24);
 
 DEVICE u64 mass_of(double distance) {
   return distance < 40.0 ? u64(exp(-distance) * SCALE + 0.5) : 0;
@@ -146,14 +155,18 @@ DEVICE void process(const SamplerParams& p, const SampleRow& r, const float* log
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const __grid_constant__ SamplerParams p) {
+extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREADS)
+    sample_rows(const __grid_constant__ SamplerParams p) {
   __shared__ SelectMemory memory;
+  __shared__ Scan scans[PARTS];
   pdl_launch();
   pdl_wait();
-  if (int(blockIdx.x) >= p.sizes->n_samples) return;
-  const SampleRow& r = p.rows[blockIdx.x];
-  const float* logits = p.logits + i64(blockIdx.x) * p.stride;
-  double* work = p.work + i64(blockIdx.x) * p.stride;
+  const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS;
+  if (row >= p.sizes->n_samples) return;  // the whole cluster
+  cluster_arrive();
+  const SampleRow& r = p.rows[row];
+  const float* logits = p.logits + i64(row) * p.stride;
+  double* work = p.work + i64(row) * p.stride;
   const int vocab = p.vocab, groups = (vocab + 3) / 4;
   const double minus_inf = -double(INFINITY_F);
 
@@ -169,16 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const __grid_c
   Best best = {minus_inf, 0xffffffffu};
   float top = -INFINITY_F, sum = 0.f;
   u32 bad = 0;
-  for (int base = threadIdx.x; base < groups; base += THREADS * AHEAD) {
+  const int each = (groups + PARTS - 1) / PARTS, end = min(groups, (part + 1) * each);
+  for (int base = part * each + threadIdx.x; base < end; base += THREADS * AHEAD) {
     float ahead[AHEAD][4];
 #pragma unroll
     for (int j = 0; j < AHEAD; ++j) {
-      if (base + j * THREADS < groups) raw(base + j * THREADS, ahead[j]);
+      if (base + j * THREADS < end) raw(base + j * THREADS, ahead[j]);
     }
 #pragma unroll
     for (int j = 0; j < AHEAD; ++j) {
       const int group = base + j * THREADS;
-      if (group >= groups) break;
+      if (group >= end) break;
       const float(&v)[4] = ahead[j];
       const float m = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
       bad |= !(v[0] < INFINITY_F && v[1] < INFINITY_F && v[2] < INFINITY_F && v[3] < INFINITY_F);
@@ -193,8 +207,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const __grid_c
   }
   best = block_best(best);
   bad = block_total(bad);
+  double total = block_total(top > -INFINITY_F ? double(sum) * exp(double(top) - best.value) : 0.0);
+  cluster_wait();
+  if (threadIdx.x == 0) {
+    const u32 to = shared_of(shared_address(scans + part), 0);
+    store_cluster(to, __double_as_longlong(best.value));
+    store_cluster(to + 8, __double_as_longlong(total));
+    store_cluster(to + 16, u64(bad) << 32 | best.id);
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (part != 0) return;
+  cluster_wait();
+  best = {scans[0].peak, scans[0].id};
+  bad = scans[0].bad;
+#pragma unroll
+  for (int i = 1; i < PARTS; ++i) {
+    best = better(best, {scans[i].peak, scans[i].id});
+    bad |= scans[i].bad;
+  }
+  total = 0.0;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    if (scans[i].total > 0.0) total += scans[i].total * exp(scans[i].peak - best.value);
+  }
   const float peak_raw = float(best.value);
-  const double total = block_total(top > -INFINITY_F ? double(sum) * exp(double(top) - double(peak_raw)) : 0.0);
   u32 status = bad != 0 || best.value == minus_inf ? NAN_LOGITS : usable(r) ? OK : FAILED;
   const double log_sum = double(peak_raw) + log(total);
 

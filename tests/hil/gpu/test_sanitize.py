@@ -220,8 +220,12 @@ extern "C" __global__ void plain(int n) {}
 extern "C" __global__ void __launch_bounds__(WARPS * 32) bounded(int n) {}
 extern "C" __global__ void __launch_bounds__(f(A), 2)
     on_another_line(int n) {}
+extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(f(A), 2)
+    clustered(int n) {}
 """
-    assert sorted(sanitize.kernels_in(text)) == ["bounded", "on_another_line", "plain", "tile", "tile_silu"]
+    assert sorted(sanitize.kernels_in(text)) == [
+        *("bounded", "clustered", "on_another_line", "plain", "tile", "tile_silu")
+    ]
     text = """
 #if JOINED
 #define KERNEL joined
