@@ -225,8 +225,7 @@ class Gemm:
 
     def _ring(self, rows: int, k: int, *, normed: bool) -> int:
         """Bytes of the own kernel's rings, and of what a norm makes of x."""
-        v = self.kernels.variants
-        kib = (v.norm_ring if normed else v.ring) * SKINNY_THREADS // 32
+        kib = self.kernels.variants.rings(rows)["NORM_RING" if normed else "RING"] * SKINNY_THREADS // 32
         return kib * 1024 + (rows * (k + SKINNY_PAD) * 2 if normed else 0)
 
     def _skinny(self, x: cp.ndarray, weight: CudaWeight, out: cp.ndarray) -> bool:
@@ -278,7 +277,7 @@ class Gemm:
         if width == 32:  # the warps' sums
             shared += SKINNY_THREADS // 32 * width * (tiles * 16 + 4) * 4
         name = f"skinny_{'norm_' if norm is not None else ''}{'silu_' if silu else ''}{width}_{tiles}"
-        kernel = self.kernels.get("gemm_skinny.cu", name, shared, **self.kernels.variants.skinny)
+        kernel = self.kernels.get("gemm_skinny.cu", name, shared, **self.kernels.variants.skinny(rows))
         params = SkinnyParams(_params(x, weight, out, residual, n), 0, 0.0, pointer(normed))
         if norm is not None:
             params.norm, params.eps = pointer(norm.weight), norm.eps
@@ -372,7 +371,7 @@ class Gemm:
         p.gather, p.scatter = pointer(gather), pointer(scatter)
         suffix = "_silu" if silu else ""
         if width == 8:
-            file, defines = "gemm_skinny.cu", self.kernels.variants.skinny
+            file, defines = "gemm_skinny.cu", self.kernels.variants.skinny(width)
             kernel = self.kernels.get(file, f"grouped_skinny{suffix}_8", GROUPED_RING, **defines)
             kernel.launch(kernel.places(GROUPED_THREADS), GROUPED_THREADS, SkinnyParams(p, 0, 0.0, 0))
             return

@@ -17,7 +17,8 @@ OWN = {"RING": 20, "NORM_RING": 16, "GATE_UP_RING": 14, "STAGES": 3, "LEAVE": 0,
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """ring, norm_ring: KiB in flight of a warp of gemm_skinny.cu, without and with a norm. gate_up_ring: of one token's
+    """ring, norm_ring: KiB in flight of a warp of gemm_skinny.cu, without and with a norm, in products of up to
+    ``few_rows`` rows; those of more have the sources' own. gate_up_ring: of one token's
     first MoE kernel.
 
     attention_stages: tiles in flight of a warp of attention_decode.cu; the first is for steps of up to ``few_rows``
@@ -48,10 +49,14 @@ class Variants:
         if self.ahead_kib < 0 or self.ahead_kib % 4:
             raise ValueError(f"ahead_kib is {self.ahead_kib}, expected a multiple of 4")
 
-    @property
-    def skinny(self) -> dict[str, int]:
+    def rings(self, rows: int) -> dict[str, int]:
+        """KiB in flight of a warp of gemm_skinny.cu in a product of so many rows, by macro."""
+        few = rows <= self.few_rows
+        return {"RING": self.ring, "NORM_RING": self.norm_ring} if few else {n: OWN[n] for n in ("RING", "NORM_RING")}
+
+    def skinny(self, rows: int) -> dict[str, int]:
         """Macros of gemm_skinny.cu that differ from its own."""
-        return _others({"RING": self.ring, "NORM_RING": self.norm_ring})
+        return _others(self.rings(rows))
 
     @property
     def one(self) -> dict[str, int]:

@@ -119,8 +119,9 @@ def test_rings_and_macros_agree() -> None:
         heads | {"STAGES": 2, "LEAVE": 1, "JOINED": 1},
         [32, 64],
     ]
-    many = launches(replace(variants, few_rows=7), rows=8)[2]
+    _, out, many = launches(replace(variants, few_rows=7), rows=8)
     assert many[1:3] == [4 * 3 * 2 * 16 * 272, heads | {"LEAVE": 1, "JOINED": 1}]
+    assert out[1:3] == [8 * 20 * 1024, {}]
 
 
 def test_own_macros_are_the_sources() -> None:
