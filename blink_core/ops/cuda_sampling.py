@@ -38,7 +38,18 @@ class SamplerParams(ctypes.Structure):
     ]
 
 
-THREADS, PARTS = 512, 8  # of select.cuh and sampler.cu: threads of a block, blocks of a row
+THREADS = 512  # of select.cuh: threads of a block
+MOST_PARTS = 8  # blocks of a row's cluster: the most that every GPU with clusters has room for
+
+
+def parts_of(samples: int, *, clusters: bool, invariant: bool) -> int:
+    """Blocks of a row in a step of ``samples`` rows: as many as run at once, for a block takes a multiprocessor.
+
+    ``clusters``: whether the GPU has them. ``invariant``: a row's sums have the same order in any step.
+    """
+    if not clusters:
+        return 1
+    return MOST_PARTS if invariant else max(1, MOST_PARTS >> max(0, (samples - 1).bit_length() - 4))
 
 
 class CudaSampler:
@@ -46,12 +57,23 @@ class CudaSampler:
 
     ``vocab``: true vocabulary; ids from there on are never chosen. ``max_samples``: rows of logits of a step.
     ``max_running``: rows of penalty counts, 4 bytes an id each. ``width``: alternatives kept of a row.
+    ``invariant``: log probabilities have the same bits in a step of any number of rows.
     """
 
-    def __init__(self, kernels: Kernels, vocab: int, max_samples: int, max_running: int, width: int = 20) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        vocab: int,
+        max_samples: int,
+        max_running: int,
+        width: int = 20,
+        *,
+        invariant: bool = False,
+    ) -> None:
         self.stride = -(-vocab // 4) * 4
         self.vocab, self.width, self.max_samples = vocab, width, max_samples
-        self._kernel = kernels.get("sampler.cu", "sample_rows")
+        self._kernels, self._invariant = kernels, invariant
+        self._clusters = cp.cuda.Device().attributes["ComputeCapabilityMajor"] >= 9
         self._work = cp.zeros((max_samples, self.stride), cp.float64)
         self._counts = cp.zeros((max_running, vocab), cp.uint32)
         self._owners = cp.zeros(max_running, cp.uint64)
@@ -90,4 +112,5 @@ class CudaSampler:
             pointer(top_logprobs), pointer(self._work), pointer(self._counts), pointer(self._owners),
             pointer(self._counted), self.vocab, self.width,
         )  # fmt: skip
-        self._kernel.launch(samples * PARTS, THREADS, params)
+        parts = parts_of(samples, clusters=self._clusters, invariant=self._invariant)
+        self._kernels.get("sampler.cu", "sample_rows", PARTS=parts).launch(samples * parts, THREADS, params)

@@ -145,7 +145,9 @@ class CudaStep:
         self.sanitizer = None if sanitizer is None else self._sanitized(sanitizer)
         self._activations(rows, tokens)
         width = max(1, config.max_logprobs)
-        self._sampler = CudaSampler(ops.kernels, m.vocab_size, rows, rows, width=config.max_logprobs)
+        self._sampler = CudaSampler(
+            ops.kernels, m.vocab_size, rows, rows, config.max_logprobs, invariant=ops.batch_invariant
+        )
         plan = config.layouts()["Plan"].sections
         self._results = device_view(memory.plan + plan["results"].offset, (16 * rows,), cp.uint8)
         self._top = tuple(

@@ -150,7 +150,7 @@ def compare(got: Sampled, expected: Sampled, case: str) -> Iterator[Outcome]:
 
 def sampler(ops: CudaOps, rng: np.random.Generator) -> Iterator[Outcome]:
     """Drawn rows over small, odd and large vocabularies; padding rows; counts carried over steps and owners."""
-    for vocab, rows in ((5, 33), (1000, 64), (32003, 48), (128256, 40), (170003, 4)):  # the last: two turns of a thread
+    for vocab, rows in ((5, 33), (1000, 64), (32003, 20), (128256, 80), (170003, 4)):  # the last: two turns
         cuda = CudaSampler(ops.kernels, vocab, rows, rows, WIDTH)
         drawn = [drawn_row(rng, vocab) for _ in range(rows)]
         logits = drawn_logits(rng, rows, vocab)

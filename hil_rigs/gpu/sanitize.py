@@ -52,7 +52,9 @@ _LOOKUPS, _ANSWERS = ("cuGetProcAddress", "cuGetProcAddress_v2"), ("CUDA_ERROR_N
 PROBES = frozenset((answer, lookup) for answer in _ANSWERS for lookup in _LOOKUPS)
 # The stand-in for the resident scheduler, in measurements only; the no-op model's step; and what nothing launches.
 NOT_OF_A_STEP = frozenset({"resident_stand_in.cu:resident_stand_in", "step_end.cu:step_noop"})
-_KERNEL = re.compile(r'^extern "C" __global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(', re.M)
+_KERNEL = re.compile(
+    r'^extern "C" __global__ void\s+(?:(?:__\w+__\((?:[^()]|\([^()]*\))*\)|[A-Z]+(?=\s))\s*)*(\w+)\(', re.M
+)
 _BY_MACRO = re.compile(r"^KERNEL\((\w+),", re.M)  # `KERNEL(NAME, ...)` declares one
 _VARIANT = re.compile(r"^#define KERNEL (\w+)$", re.M)  # `KERNEL` is the name itself
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?$|hazards? )", re.MULTILINE)

@@ -96,6 +96,7 @@ DEVICE void pdl_launch() {
 
 // A cluster's blocks: they run at once and reach each other's shared memory. A write to another block's comes after
 // a first arrival and wait of all, by which that block has begun; a read of what others wrote after a second.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address of the same variable in the shared memory of another block of the cluster.
@@ -107,6 +108,7 @@ DEVICE u32 shared_of(u32 shared, u32 rank) {
 DEVICE void store_cluster(u32 address, u64 x) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
 }
+#endif
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 // 16 bytes from global to shared memory; zeros, and nothing read, unless `valid`.

@@ -1,7 +1,7 @@
 // Choosing each row's next token inside the step graph (design section 7), as blink_core/ops/sampling.py and logits.py
 // define it: bias, mask, barred ids, repetition, presence and frequency penalties in float64, then temperature, top-k,
-// top-p, min-p, and greedy or an exponential race; log probabilities of the raw logits. A cluster of blocks a row: they
-// share out the pass over the raw logits, which is all that a greedy row needs, and the first does the rest.
+// top-p, min-p, and greedy or an exponential race; log probabilities of the raw logits. A cluster of PARTS blocks a row:
+// they share out the pass over the raw logits, which is all that a greedy row needs, and the first does the rest.
 //
 // The race is run in float32 and its leaders, all within a margin far above float32's error, again in float64: the
 // token is the float64 one.
@@ -33,8 +33,15 @@ struct SamplerParams {
 };
 
 constexpr double SCALE = 35184372088832.0;  // 2^45: masses below 1 of 2^18 ids stay under 2^63
-constexpr int PARTS = 8;  // blocks of a cluster
-constexpr int AHEAD = 10;  // loads of the first pass under way: all that a thread has of up to 163,840 ids
+#ifndef PARTS
+#define PARTS 1
+#endif
+#if PARTS > 1
+#define CLUSTER __cluster_dims__(PARTS, 1, 1)
+#else
+#define CLUSTER
+#endif
+constexpr int AHEAD = 10;  // loads of the first pass under way: of 8 parts, all that a thread has of 163,840 ids
 constexpr float MARGIN = 1e-3f;
 constexpr float LUCKIEST = 23.f;  // greatest -log(-log(u)), rounded up
 
@@ -155,15 +162,18 @@ DEVICE void process(const SamplerParams& p, const SampleRow& r, const float* log
   __syncthreads();
 }
 
-extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREADS)
-    sample_rows(const __grid_constant__ SamplerParams p) {
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS) sample_rows(const __grid_constant__ SamplerParams p) {
   __shared__ SelectMemory memory;
+#if PARTS > 1
   __shared__ Scan scans[PARTS];
+#endif
   pdl_launch();
   pdl_wait();
   const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS;
   if (row >= p.sizes->n_samples) return;  // the whole cluster
+#if PARTS > 1
   cluster_arrive();
+#endif
   const SampleRow& r = p.rows[row];
   const float* logits = p.logits + i64(row) * p.stride;
   double* work = p.work + i64(row) * p.stride;
@@ -208,6 +218,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
   best = block_best(best);
   bad = block_total(bad);
   double total = block_total(top > -INFINITY_F ? double(sum) * exp(double(top) - best.value) : 0.0);
+#if PARTS > 1
   cluster_wait();
   if (threadIdx.x == 0) {
     const u32 to = shared_of(shared_address(scans + part), 0);
@@ -217,8 +228,8 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
   }
   __syncwarp();
   cluster_arrive();
-  if (part != 0) return;
   cluster_wait();
+  if (part != 0) return;
   best = {scans[0].peak, scans[0].id};
   bad = scans[0].bad;
 #pragma unroll
@@ -231,6 +242,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
   for (int i = 0; i < PARTS; ++i) {
     if (scans[i].total > 0.0) total += scans[i].total * exp(scans[i].peak - best.value);
   }
+#endif
   const float peak_raw = float(best.value);
   u32 status = bad != 0 || best.value == minus_inf ? NAN_LOGITS : usable(r) ? OK : FAILED;
   const double log_sum = double(peak_raw) + log(total);

@@ -15,7 +15,7 @@ from blink_core.runtime.nvrtc import ARCHITECTURES, step_options
 
 HEAD = {"HEAD_DIM": 128, "PAGE_SIZE": 16}
 # Every file for the architecture developed on; on the others those with instructions of their own: each takes seconds.
-ELSEWHERE = ("elementwise.cu", "attention_decode.cu")
+ELSEWHERE = ("elementwise.cu", "attention_decode.cu", "sampler.cu")
 PLAIN = (
     "elementwise.cu", "attention_plan.cu", "gemm_fixed.cu", "gemm_skinny.cu", "gemm_tile.cu", "moe.cu", "moe_one.cu",
     "sampler.cu",
@@ -32,7 +32,10 @@ VARIANTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8}),
     ("attention_decode.cu", "bfloat16", {**HEAD, "STAGES": 2, "LEAVE": 1, "JOINED": 1}),  # ops/cuda_variants.py
     ("attention_decode.cu", "float16", {"HEAD_DIM": 96, "PAGE_SIZE": 8, "JOINED": 1}),
-    ("gemm_skinny.cu", "bfloat16", {"RING": 16, "NORM_RING": 17}),
+    ("attention_decode.cu", "bfloat16", {**HEAD, "STAGES": 4, "JOINED": 1}),
+    ("gemm_skinny.cu", "bfloat16", {"RING": 15, "NORM_RING": 21}),
+    ("sampler.cu", "float32", {"PARTS": 8}),
+    ("sampler.cu", "float32", {"PARTS": 2}),
     ("moe_one.cu", "bfloat16", {"GATE_UP_RING": 11}),
     ("attention_prefill.cu", "bfloat16", {"HEAD_DIM": 64, "PAGE_SIZE": 8}),
     ("attention_prefill.cu", "bfloat16", {**HEAD, "KEY_PIECE": 512}),  # batch-invariant mode

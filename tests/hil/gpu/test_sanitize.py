@@ -220,7 +220,7 @@ extern "C" __global__ void plain(int n) {}
 extern "C" __global__ void __launch_bounds__(WARPS * 32) bounded(int n) {}
 extern "C" __global__ void __launch_bounds__(f(A), 2)
     on_another_line(int n) {}
-extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(f(A), 2)
+extern "C" __global__ void CLUSTER __launch_bounds__(f(A), 2)
     clustered(int n) {}
 """
     assert sorted(sanitize.kernels_in(text)) == [
