@@ -73,7 +73,7 @@ class CudaSampler:
         self.stride = -(-vocab // 4) * 4
         self.vocab, self.width, self.max_samples = vocab, width, max_samples
         self._kernels, self._invariant = kernels, invariant
-        self._clusters = cp.cuda.Device().attributes["ComputeCapabilityMajor"] >= 9
+        self._clusters = int(cp.cuda.Device().compute_capability) >= 90  # of "90"
         self._work = cp.zeros((max_samples, self.stride), cp.float64)
         self._counts = cp.zeros((max_running, vocab), cp.uint32)
         self._owners = cp.zeros(max_running, cp.uint64)

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 cupy = sys.modules["cupy"] = MagicMock()
 cupy.float32 = "f4"
 samples, major, invariant = json.loads(sys.argv[1])
-cupy.cuda.Device.return_value.attributes = {"ComputeCapabilityMajor": major}
+cupy.cuda.Device.return_value.compute_capability = f"{major}0"
 from blink_core.ops import cuda_sampling
 from blink_core.ops.cuda_modules import Kernels
 launched = []
