@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from verification.mutants.model import PRODUCT
@@ -26,6 +27,7 @@ F64 = NDArray[np.float64]
 
 FOLDER = PRODUCT / "build" / "mutants"
 VERSION = 4  # of what is drawn and kept
+COMPUTE_S = 300.0  # for another process that computes the same, as shards side by side do
 ENDLESS = 1 << 30  # `after` of a request that comes once nothing is open
 FAMILIES = (
     *("llama-gqa3", "mistral-window", "qwen3-moe-mixed", "phi4-longrope", "qwen2-yarn", "llama-rope-llama3"),
@@ -103,8 +105,7 @@ def reference(name: str, seed: int) -> tuple[Sequence64, ...]:
     drawn = draw_prompts(config, seed)
     told = (path / "tiny.json").read_bytes() + json.dumps([VERSION, config, drawn], sort_keys=True).encode()
     file = FOLDER / "references" / f"{name}-{seed}-{hashlib.sha256(told).hexdigest()[:12]}.npz"
-    if not file.exists():
-        _compute(path, drawn, file)
+    _once(file, lambda to: _compute(path, drawn, to))
     with np.load(file) as held:
         return tuple(_sequence(held, index, prompt, after) for index, (prompt, _, after) in enumerate(drawn))
 
@@ -116,12 +117,21 @@ def remembered(kind: str, told: object, compute: Callable[[], object]) -> Any:
     """
     digest = hashlib.sha256(json.dumps([VERSION, told], sort_keys=True).encode()).hexdigest()[:20]
     file = FOLDER / "references" / f"{kind}-{digest}.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(compute()), encoding="utf-8")
-        scratch.replace(file)
+    _once(file, lambda to: to.write_text(json.dumps(compute()), encoding="utf-8"))
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _once(file: Path, compute: Callable[[Path], object]) -> None:
+    """Has `compute` write a file that is not there yet; of several processes that want it one does, the others wait.
+    Raises filelock.Timeout."""
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock"), timeout=COMPUTE_S):
+        if not file.exists():
+            scratch = file.with_suffix(f".part{file.suffix}")
+            compute(scratch)
+            scratch.replace(file)
 
 
 _FIELDS = ("logits64", "logits32", "k64", "v64", "k32", "v32")
@@ -147,10 +157,7 @@ def _compute(path: Path, drawn: Sequence[tuple[tuple[int, ...], int, int]], file
         values = (wide.logits, narrow.logits, wide.k, wide.v, narrow.k, narrow.v)
         arrays[f"tokens{index}"] = np.array(tokens, np.int32)
         arrays |= {f"{name}_{index}": value for name, value in zip(_FIELDS, values, strict=True)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{os.getpid()}.npz")
-    np.savez(scratch, **arrays)  # type: ignore[arg-type]
-    scratch.replace(file)
+    np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 _ORACLES: dict[Path, Any] = {}  # torch and transformers stay unloaded until something is missing
