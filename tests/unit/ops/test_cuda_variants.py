@@ -14,6 +14,7 @@ from cuda.bindings import nvrtc
 
 from blink_core.ops.cuda_sources import options, source
 from blink_core.ops.cuda_variants import DEFAULT, OWN, Variants
+from hil_rigs.gpu.step_ab import PLAIN
 
 CODE = """
 import json, sys
@@ -57,7 +58,6 @@ plan.attend(array(1), 1, array(1), array(1), array(1), decode=True, prefill=Fals
 print(json.dumps(launched))
 """
 RESERVED = 1024  # bytes of shared memory that the driver takes of each block
-PLAIN = Variants(ring=20, norm_ring=16, gate_up_ring=14, attention_stages=(3, 3), join_rows=0, ahead_kib=0)
 MULTIPROCESSOR = 228 * 1024
 SUMS = 8 * 8 * (16 + 4) * 4  # bytes of gemm_skinny.cu's static memory in its kernels of one tile and 8 rows
 
